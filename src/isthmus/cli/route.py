@@ -6,6 +6,7 @@ import contextlib
 import re
 import secrets
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -100,13 +101,14 @@ async def _route(config: Config, servers: list[str], server_key: str | None) -> 
         recorder_of=recorder_of if config.record else None,
         alias_of=partial(opaque, secret=secrets.token_hex()),
     )
+    limits = http_limits(config, len(servers))  # each client's connection has one to a server
     settings = GatewaySettings(
         keys=tuple(ApiKey(key.tenant, bytes.fromhex(key.sha256)) for key in config.auth.keys),
         origins=config.cors.origins,
         max_body_bytes=config.limits.body_bytes,
         ttft_ms=config.slo.ttft_ms,
         tbt_ms=config.slo.tbt_ms,
-        http=http_limits(config, len(servers)),
+        http=replace(limits, connections=max(1, limits.connections // 2)),
     )
     bound = bind(config.host, config.port)
     say_if_open(config, bound.getsockname())

@@ -22,11 +22,17 @@ PARTS = [b"data: one\n\n", b"data: two\n\n", b"\x00\xff raw"]
 
 
 class Answer:
-    status, headers = 203, [("content-type", "text/event-stream"), ("x-vendor", "kept")]
+    status, headers = (
+        203,
+        [(b"content-type", b"text/event-stream"), (b"x-vendor", b"kept"), (b"x-odd", b"a\x07")],
+    )
 
     async def chunks(self) -> AsyncGenerator[bytes]:
         for part in PARTS:
             yield part
+
+    def close(self) -> None:
+        pass
 
 
 class Backend:
@@ -73,6 +79,7 @@ def test_a_request_passes_with_what_placement_needs() -> None:
         assert answer.status == 203 and answer.body == b"".join(PARTS)
         assert answer.headers["x-vendor"] == "kept"
     (passed,) = backend.passed
+    assert "x-odd" not in answer.headers
     assert (passed.method, passed.target, passed.body) == ("POST", "/v1/chat/completions?x=%2F", BODY.encode())
     assert (passed.model, passed.max_tokens, passed.is_streamed) == ("m", 7, True)
     headers = dict(passed.headers)
@@ -88,7 +95,14 @@ def test_a_request_passes_with_what_placement_needs() -> None:
         (post("/v1/audio/transcriptions", b"--form\r\nnot JSON"), 203),
         (post("/rerank", b'{"model": 5}'), 203),
         (post("/v1/load_lora_adapter", b"{}"), 403),
+        (post("/v1/load_lora_adapter/", b"{}"), 403),
         (post("/reset_prefix_cache", b""), 404),
+        (post("/api/pull", b"{}"), 404),
+        (get("/v1/..%2fsleep"), 404),
+        (get("/v1/%2e%2e/sleep"), 404),
+        (get("/v1/a%20HTTP/1.1%0dX-Evil:1"), 404),
+        (get("/v1/models/org%2Fm"), 203),
+        (post("/v1/completions", b'{"model": "m", "stream": null, "max_tokens": 1e2}'), 203),
         (post("/v1/chat/completions", b'{"model": "full"}'), 429),
         (post("/v1/chat/completions", b'{"a":' + b"[" * 100_000 + b"}"), 400),
         (get("/v1/models"), 200),

@@ -85,7 +85,7 @@ def test_requests_and_answers_pass_as_they_came() -> None:
         async with routed(server) as router:
             passed = asked(stream=False, vendor_field={"deep": [1, 2.5, None]})
             answer = await router.forward(passed)
-            assert answer.status == 200 and ("X-Vendor", "kept") in list(answer.headers)
+            assert answer.status == 200 and (b"X-Vendor", b"kept") in list(answer.headers)
             assert json.loads(await read(answer)) == {"vendor": 1, **json.loads(passed.body)}
             method, target, headers, body = server.asked[-1]
             assert (method, target, body) == ("POST", "/v1/completions?a=%20b", passed.body)
@@ -122,8 +122,8 @@ def test_an_answer_that_is_not_streamed_is_no_prompt_in_the_queue() -> None:
             waiting = asyncio.create_task(router.forward(asked(stream=False)))
             (pool,) = router._pools.values()
             (node,) = pool.desk.conductor.view.nodes.values()
-            await until(lambda: len(node.decodes) == 1)
-            assert not node.prefills and not waiting.done()
+            await until(lambda: bool(server.bodies) and not node.prefills)
+            assert not waiting.done()
             server.gate.set()
             assert (await read(await waiting)).startswith(b'{"vendor": 1')
 
@@ -212,12 +212,15 @@ def test_a_server_that_dies_amid_answers_ends_each_once() -> None:
     run(test)
 
 
-@pytest.mark.parametrize("has_begun", [True, False])
-def test_a_client_that_leaves_takes_its_request_along(has_begun: bool) -> None:
+@pytest.mark.parametrize("when", ["amid", "unread", "before"])
+def test_a_client_that_leaves_takes_its_request_along(when: str) -> None:
     async def test() -> None:
         server = FakeServer()
         async with routed(server) as router:
-            if has_begun:
+            if when == "unread":
+                server.gate.clear()
+                (await router.forward(asked())).close()
+            elif when == "amid":
                 server.gate.clear()
                 chunks = (await router.forward(asked())).chunks()
                 await anext(chunks)
@@ -246,6 +249,21 @@ def test_requests_go_by_their_model() -> None:
             assert [len(server.bodies) for server in (one, other)] == [2, 3]
             with pytest.raises(RequestError, match="'c' does not exist; there are a, a-lora, b"):
                 await router.forward(asked(model="c"))
+
+    run(test)
+
+
+def test_a_server_that_lists_other_models_is_asked_for_those() -> None:
+    async def test() -> None:
+        server = FakeServer("a")
+        async with routed(server) as router:
+            await server.stop()
+            await until(lambda: not router.healthy)
+            server.models = ("b",)
+            await server.start()
+            await until(lambda: router.healthy)
+            for name in ("b", "", "no name that is known"):
+                assert (await ask(router, asked(model=name))).startswith(WHOLE)
 
     run(test)
 

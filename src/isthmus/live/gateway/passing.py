@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from functools import partial
@@ -22,6 +23,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from isthmus.core.errors import UnavailableError
 from isthmus.core.types import PassedRequest, RequestId
 from isthmus.live.gateway.app import framed
 from isthmus.live.gateway.headers import hex_id, salt_of, terms_of
@@ -31,20 +33,18 @@ from isthmus.live.gateway.node_metrics import PREFIX, Family, Reading
 from isthmus.live.gateway.settings import GatewaySettings
 from isthmus.live.gateway.tenants import TenantMeter, Traffic
 
-PATHS = ("/v1/", "/v2/", "/api/")
+PATHS = ("/v1/", "/v2/")
 SINGLE_PATHS = (
-    "/tokenize",
-    "/detokenize",
-    "/rerank",
-    "/score",
-    "/classify",
-    "/pooling",
-    "/embeddings",
-    "/generate",
-)
+    "/tokenize", "/detokenize", "/rerank", "/score", "/classify", "/pooling", "/embeddings", "/generate", "/api/chat",
+    "/api/generate", "/api/embed", "/api/embeddings", "/api/tags", "/api/show",
+)  # fmt: skip
 """Paths that are passed on: of inference. Others of a server's, such as those that load adapters, put it to sleep or
 empty its cache, are for its operator."""
 OPERATORS_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+_ODD = re.compile(r"(^|/)\.{1,2}(/|$)|//|[\x00-\x20\x7f\\]")
+"""Of decoded paths: segments that a server might resolve, and characters that belong in no request line."""
+_UNSENDABLE = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+"""Of headers' values: HTTP has no such characters."""
 MAX_DEPTH_MESSAGE = "the body is nested too deeply"
 
 
@@ -55,10 +55,14 @@ class PassedAnswer(Protocol):
     def status(self) -> int: ...
 
     @property
-    def headers(self) -> Sequence[tuple[str, str]]: ...
+    def headers(self) -> Sequence[tuple[bytes, bytes]]: ...
 
     def chunks(self) -> AsyncGenerator[bytes]:
-        """Yields the body as it comes; closing it early gives the request up."""
+        """Yields the body as it comes. Raises UnavailableError where it breaks off."""
+        ...
+
+    def close(self) -> None:
+        """Gives the request up, if its answer is not whole."""
         ...
 
 
@@ -88,13 +92,13 @@ class PassingBackend(Protocol):
 
 
 class _Read(msgspec.Struct):
-    """The fields that are read of a body of JSON."""
+    """The fields that are read of a body of JSON, in whatever form they come: the server judges that."""
 
-    model: str = ""
-    stream: bool = False
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    max_output_tokens: int | None = None
+    model: Any = ""
+    stream: Any = False
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+    max_output_tokens: Any = None
     instructions: msgspec.Raw = msgspec.Raw()
     tools: msgspec.Raw = msgspec.Raw()
     messages: msgspec.Raw = msgspec.Raw()
@@ -102,18 +106,21 @@ class _Read(msgspec.Struct):
     input: msgspec.Raw = msgspec.Raw()
 
     @property
+    def name(self) -> str:
+        """The model's; "" if the body has none."""
+        return self.model if isinstance(self.model, str) else ""
+
+    @property
     def prefix(self) -> bytes:
         """The prompt's bytes, without the sign that ends a list or a text: a longer conversation begins alike."""
-        return (
-            bytes(self.instructions)
-            + bytes(self.tools)
-            + bytes(self.messages or self.prompt or self.input)[:-1]
-        )
+        prompt = self.messages or self.prompt or self.input
+        return bytes(self.instructions) + bytes(self.tools) + bytes(prompt)[:-1]
 
     @property
     def limit(self) -> int:
         """The most tokens of the answer; 0 if the body has no limit."""
-        return self.max_completion_tokens or self.max_output_tokens or self.max_tokens or 0
+        given = (self.max_completion_tokens, self.max_output_tokens, self.max_tokens)
+        return next((limit for limit in given if type(limit) is int and 0 < limit < 1 << 40), 0)
 
 
 _read = msgspec.json.Decoder(_Read).decode
@@ -238,41 +245,54 @@ class _Passing:
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         began_s = time.perf_counter()
-        if scope["path"] in OPERATORS_PATHS:
-            raise HttpError(403, f"{scope['path']} changes a server; ask the server itself")
+        path = scope["path"]
+        if _ODD.search(path):
+            raise HttpError(404, f"no such route: {path!r}")
+        if path.rstrip("/") in OPERATORS_PATHS:
+            raise HttpError(403, f"{path} changes a server; ask the server itself")
         body = await read_body(scope, receive, self._settings.max_body_bytes)
-        passed = self._passed(scope, body)
-        answer = await while_connected(asyncio.ensure_future(self._backend.forward(passed)), receive)
+        forwarding = asyncio.ensure_future(self._backend.forward(self._passed(scope, body)))
+        try:
+            answer = await while_connected(forwarding, receive)
+        except BaseException:
+            if forwarding.done() and not forwarding.cancelled() and forwarding.exception() is None:
+                forwarding.result().close()  # it came as the client left
+            raise
         self._meter.first_bytes.observe(time.perf_counter() - began_s)
-        headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in answer.headers]
-        await send({"type": "http.response.start", "status": answer.status, "headers": headers})
-        async with contextlib.aclosing(answer.chunks()) as chunks:
-            try:
-                async for chunk in chunks:
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                await send({"type": "http.response.body", "body": b""})
-            except OSError:  # ASGI's sign of a closed connection
-                raise ClientGoneError from None
+        sending = asyncio.ensure_future(_send_back(answer, send))
+        try:
+            await while_connected(sending, receive)
+        finally:
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+            answer.close()
 
     def _passed(self, scope: Scope, body: bytes) -> PassedRequest:
         read, terms, settings = read_fields(body), terms_of(scope), self._settings
-        query = scope["query_string"].decode("latin-1")
+        path, query = scope["raw_path"].decode("latin-1"), scope["query_string"].decode("latin-1")
+        named = {
+            name.strip().lower().encode()
+            for header, value in scope["headers"]
+            if header == b"connection"
+            for name in value.decode("latin-1").split(",")
+        }
+        dropped = NOT_PASSED | named | ({b"authorization"} if settings.keys else set())
         return PassedRequest(
             request=RequestId(hex_id(scope)),
             method=scope["method"],
-            target=scope["path"] + (f"?{query}" if query else ""),
+            target=path + (f"?{query}" if query else ""),
             headers=tuple(
                 [
-                    (name.decode("latin-1"), value.decode("latin-1"))
+                    (name.decode("latin-1"), _text(value))
                     for name, value in scope["headers"]
-                    if name not in NOT_PASSED and not (settings.keys and name == b"authorization")
+                    if name not in dropped
                 ]
             ),
             body=body,
-            model=read.model,
+            model=read.name,
             prefix=read.prefix,
             max_tokens=read.limit,
-            is_streamed=read.stream,
+            is_streamed=read.stream is True,
             tenant=terms.tenant or "",
             salt=salt_of(terms.tenant, ""),
             priority=terms.priority,
@@ -280,6 +300,29 @@ class _Passing:
             tbt_ms=settings.tbt_ms if terms.tbt_ms is None else terms.tbt_ms,
             weight=settings.shares.weight_of(terms.tenant),
         )
+
+
+def _text(value: bytes) -> str:
+    """A header's value as it is encoded again by the client, in UTF-8."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value.decode("latin-1")
+
+
+async def _send_back(answer: PassedAnswer, send: Send) -> None:
+    """Sends an answer. Raises ClientGoneError where its client left, or its server broke off."""
+    headers = [(name, value) for name, value in answer.headers if not _UNSENDABLE.search(value)]
+    if answer.status in (204, 304):
+        headers = [(name, value) for name, value in headers if name.lower() != b"content-length"]
+    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+    async with contextlib.aclosing(answer.chunks()) as chunks:
+        try:
+            async for chunk in chunks:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+        except (OSError, UnavailableError):  # OSError: ASGI's sign of a closed connection
+            raise ClientGoneError from None
 
 
 NOT_PASSED = frozenset(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import AsyncIterator
 from typing import Any
@@ -14,9 +15,21 @@ from isthmus.core.types import PassedRequest
 
 ASK_S = 5.0
 CONNECT_S = 3.0
-MAX_METRICS_BYTES = 4 << 20
+MAX_TOLD_BYTES = 16 << 20
+KEPT_S = 3.0
+"""How long a connection is kept for the next request: servers close theirs after 5 s and more."""
 NOT_PASSED_BACK = frozenset(
-    ("connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "date", "server")
+    (
+        "connection",
+        "keep-alive",
+        "transfer-encoding",
+        "te",
+        "trailer",
+        "upgrade",
+        "date",
+        "server",
+        "x-request-id",
+    )
 )
 """Headers of one connection, and those that the gateway adds itself."""
 _BLOCKS = re.compile(r"^vllm:cache_config_info\{([^}]*)\}", re.MULTILINE)
@@ -48,12 +61,34 @@ def said(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
+def is_ours(error: BaseException) -> bool:
+    """Whether a connection failed for want of something here, not of the server."""
+    return isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno in _OURS
+
+
+def refuses(error: BaseException) -> bool:
+    """Whether the server takes no connections."""
+    return isinstance(error, aiohttp.ClientConnectorError) and not is_ours(error)
+
+
+_OURS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EADDRNOTAVAIL)
+
+
 class Response:
     """An answer with its first bytes, over a connection of its own until it is whole."""
 
     def __init__(self, response: aiohttp.ClientResponse, first: bytes) -> None:
         self.status = response.status
-        self.headers = [(k, v) for k, v in response.headers.items() if k.lower() not in NOT_PASSED_BACK]
+        dropped = NOT_PASSED_BACK | {
+            name.strip().lower() for name in response.headers.get("Connection", "").split(",")
+        }
+        self.headers = [
+            (name, value)
+            for name, value in response.raw_headers
+            if name.decode("latin-1").lower() not in dropped
+        ]
+        kind = response.headers.get("Content-Type", "").startswith("text/event-stream")
+        self.takes_events = kind and not response.headers.keys() & {"Content-Encoding", "Content-Length"}
         self._response, self._first = response, first
 
     async def body(self) -> AsyncIterator[bytes]:
@@ -64,8 +99,9 @@ class Response:
             yield chunk
 
     def abort(self) -> None:
-        """Closes the connection if the body is not whole; else it is used again."""
-        self._response.release() if self._response.content.at_eof() else self._response.close()
+        """Closes the connection if the body has not come whole; else that can still be read."""
+        if not self._response.content.is_eof():
+            self._response.close()
 
 
 class PlainClient:
@@ -74,11 +110,13 @@ class PlainClient:
     def __init__(self, url: str, key: str | None = None) -> None:
         self.url, self._key = url.rstrip("/"), key
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S),
+            cookie_jar=aiohttp.DummyCookieJar(),  # cookies are the clients'
+            max_field_size=1 << 16,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
             auto_decompress=False,
             read_bufsize=1 << 16,
-            skip_auto_headers=("User-Agent", "Accept-Encoding", "Accept"),
+            skip_auto_headers=("User-Agent", "Accept-Encoding", "Accept", "Content-Type"),
         )
 
     async def close(self) -> None:
@@ -92,7 +130,7 @@ class PlainClient:
             raise ValueError("/v1/models names no models")
         try:
             metrics = (await self._get("/metrics")).decode("utf8", "replace")
-        except (aiohttp.ClientError, OSError, TimeoutError):
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
             metrics = ""
         kv_tokens, kind = 0, ""
         if (found := _BLOCKS.search(metrics)) is not None:
@@ -134,7 +172,12 @@ class PlainClient:
         timeout = aiohttp.ClientTimeout(total=ASK_S)
         async with self._session.get(self.url + path, headers=self._own(), timeout=timeout) as response:
             response.raise_for_status()
-            return await response.content.read(MAX_METRICS_BYTES)
+            found = bytearray()
+            async for chunk in response.content.iter_any():
+                found += chunk
+                if len(found) > MAX_TOLD_BYTES:
+                    raise ValueError(f"{path} has more than {MAX_TOLD_BYTES} bytes")
+            return bytes(found)
 
     def _own(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self._key}"} if self._key else {}

@@ -28,7 +28,7 @@ from isthmus.core.node.plain_server import PlainServer
 from isthmus.core.types import MIXED, NS_PER_S, BlockName, NodeId, PassedRequest, RequestId, sharing
 from isthmus.live.cluster.recorder import Recorder
 from isthmus.live.cluster.streams import refusal
-from isthmus.live.servers.plain import Description, PlainClient, Response, said
+from isthmus.live.servers.plain import Description, PlainClient, Response, is_ours, refuses, said
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ MAX_NAMED_BYTES = 1 << 18
 """Of a prompt, so that naming takes a few milliseconds at most; what follows counts as uncached."""
 PROBE_S, SILENCE_S = 1.0, 2.0
 """How often each server is asked for a sign of life, and how long it may take or be silent."""
-RETRIED = frozenset((500, 502, 503, 504))
+RETRIED = frozenset((429, 500, 502, 503, 504))
 """Statuses of which another server may know better. The last one's answer is passed back."""
 TAIL_BYTES = 4096
 """The end of an answer, where its usage stands."""
@@ -255,6 +255,10 @@ class Router:
                     return PassedBack(self, request, self._servers[route.prefill], last)
                 attempt, server = route.attempt, self._servers[route.prefill]
                 response = await self._send(request, server, route)
+                if response is not None and (request.route is not route or request.error is not None):
+                    response.abort()  # withdrawn as its first bytes came
+                    server.running.discard(passed.request)
+                    continue
                 if response is None:
                     continue
                 if response.status in RETRIED:
@@ -289,6 +293,12 @@ class Router:
         except asyncio.CancelledError:
             server.running.discard(passed.request)
             current = asyncio.current_task()
+            if (
+                not request.sending.cancelled()
+                and request.sending.done()
+                and request.sending.exception() is None
+            ):
+                request.sending.result().abort()
             if current is not None and current.cancelling():
                 raise
             return None  # withdrawn: another attempt follows, or the end
@@ -310,12 +320,16 @@ class Router:
     def _pool_of(self, model: str) -> _Pool:
         """Returns the pool that serves a model; the only one, whose servers know best, for any name. Raises
         RequestError or UnavailableError."""
-        pools = [pool for pool in self._pools.values() if model in pool.models]
-        if not pools and len(self._pools) == 1:
-            pools = list(self._pools.values())
-        if pools:
-            return next((pool for pool in pools if pool.desk.conductor.view.nodes), pools[0])
-        known = ", ".join(sorted({name for pool in self._pools.values() for name in pool.models}))
+        live = [pool for pool in self._pools.values() if pool.desk.conductor.view.nodes] or [
+            *self._pools.values()
+        ]
+        for pools in (live, self._pools.values()):  # a server that left may come back
+            for pool in pools:
+                if model in pool.models:
+                    return pool
+        if len(live) == 1:
+            return live[0]
+        known = ", ".join(sorted({name for pool in live for name in pool.models}))
         if not known:
             raise UnavailableError("no server is there", retry_after_s=1)
         raise RequestError(
@@ -368,7 +382,7 @@ class Router:
         and would count as a prompt that takes as long."""
         node = request.pool.desk.conductor.view.nodes.get(server.node)
         delay_ns = 0 if node is None else node.free_ns - self._clock_ns()
-        begun = partial(self._begun, request, server, route, is_computed=True)
+        begun = partial(self._begun, request, server, route, is_computed=False)
         return asyncio.get_running_loop().call_later(max(0, delay_ns) / NS_PER_S, begun)
 
     def _begun(self, request: _Open, server: _Server, route: conductor.Route, *, is_computed: bool) -> None:
@@ -408,7 +422,7 @@ class Router:
 
     def _suspect(self, server: _Server, error: BaseException) -> None:
         """Leaves a server at once that refuses connections; another failure may be of the request alone."""
-        if isinstance(error, aiohttp.ClientConnectorError):
+        if refuses(error):
             self._leave(server, said(error))
 
     def _leave(self, server: _Server, reason: str) -> None:
@@ -464,7 +478,9 @@ class Router:
         try:
             await server.client.alive(SILENCE_S)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            if time.monotonic() - server.heard_s > SILENCE_S or isinstance(error, aiohttp.ClientConnectorError):
+            if is_ours(error):
+                return
+            if time.monotonic() - server.heard_s > SILENCE_S or refuses(error):
                 self._leave(server, f"no sign of life: {said(error)}")
         else:
             server.heard_s = time.monotonic()
@@ -476,6 +492,14 @@ class PassedBack:
     def __init__(self, router: Router, request: _Open, server: _Server, response: Response) -> None:
         self.status, self.headers = response.status, response.headers
         self._router, self._request, self._server, self._response = router, request, server, response
+        self._is_over = False
+
+    def close(self) -> None:
+        """Gives the request up, if its answer is not whole."""
+        if not self._is_over:
+            self._is_over = True
+            self._response.abort()
+            self._router.broken(self._request, self._server, None)
 
     async def chunks(self) -> AsyncGenerator[bytes]:
         """Yields the body as it comes. One that breaks off ends with an error event where it is a stream of events,
@@ -492,10 +516,11 @@ class PassedBack:
             whole = True
         except (aiohttp.ClientError, OSError, TimeoutError) as broke:
             error = broke
-            if not request.passed.is_streamed:
+            if not self._response.takes_events:
                 raise UnavailableError(f"{server.node} broke off amid its answer") from None
             yield CUT_EVENT
         finally:
+            self._is_over = True
             self._response.abort()
             if whole:
                 router.ended(request, server, tail, num_events)

@@ -198,9 +198,6 @@ def _size(num_bytes: int) -> str:
     return f"{value:.3g} {_UNITS[unit]}" if num_bytes else "0"
 
 
-# `isthmus status`: what a running cluster does, what its caches hold, and how much they are used.
-
-
 ANSWER_S = 5.0
 
 

@@ -1,4 +1,5 @@
-"""How text is split before byte pairs are merged, by the names that GGUF files have for it (`tokenizer.ggml.pre`).
+"""The tokenizer of a GGUF file, made of its vocabulary; and how text is split before byte pairs are merged, by the
+names that such files have for it (`tokenizer.ggml.pre`).
 
 Which name stands for which split is a fact of llama.cpp's `llama-vocab.cpp`. Where a published tokenizer splits
 otherwise than llama.cpp can express, the tokenizer's pattern is here. Left out: what is not put together of bytes

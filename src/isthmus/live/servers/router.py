@@ -155,7 +155,6 @@ class Router:
         self._servers = {NodeId(url): _Server(NodeId(url), url, key) for url in urls}
         self._pools: dict[tuple[str, ...], _Pool] = {}
         self._open: dict[RequestId, _Open] = {}
-        self._refused: Counter[str] = Counter()
 
     @contextlib.asynccontextmanager
     async def run(self) -> AsyncGenerator[None]:
@@ -255,11 +254,11 @@ class Router:
                     return PassedBack(self, request, self._servers[route.prefill], last)
                 attempt, server = route.attempt, self._servers[route.prefill]
                 response = await self._send(request, server, route)
-                if response is not None and (request.route is not route or request.error is not None):
+                if response is None:
+                    continue
+                if request.route is not route or request.error is not None:
                     response.abort()  # withdrawn as its first bytes came
                     server.running.discard(passed.request)
-                    continue
-                if response is None:
                     continue
                 if response.status in RETRIED:
                     if last is not None:
@@ -276,7 +275,7 @@ class Router:
                 return PassedBack(self, request, server, response)
         except BaseException:
             self._decide(pool, conductor.RequestCancelled(passed.request))
-            if last is not None and not isinstance(request.error, UnavailableError):
+            if last is not None:
                 last.abort()
             raise
 
@@ -303,7 +302,6 @@ class Router:
                 raise
             return None  # withdrawn: another attempt follows, or the end
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            server.running.discard(passed.request)
             self._failed(request, server, route, f"{server.node}: {said(error)}")
             self._suspect(server, error)
             return None
@@ -355,7 +353,6 @@ class Router:
                 expired = conductor.HoldExpired(answer.request, answer.attempt)
                 asyncio.get_running_loop().call_later(answer.wait_ms / 1000, self._decide, pool, expired)
             case conductor.Refuse():
-                self._refused[answer.stage or answer.code] += 1
                 self._end(answer.request, refusal(answer))
             case conductor.Fail():
                 self._end(

@@ -1,4 +1,4 @@
-"""Instances of LLaMA2 on A100, as the paper serves them."""
+"""Tables of Infinite-LLM: instances of LLaMA2 on A100 as the paper serves them, and what lending memory gains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Iteration times of LLaMA-13B on one A6000 as SARATHI prints them, and nothing else.
+"""One node that runs its scheduler by the iteration times of LLaMA-13B on one A6000 that SARATHI prints.
 
 Linear operators work on tiles of 128 rows. Between the printed sizes their time is linear in tiles, beyond 1,024 rows
 proportional. The first three are whole iterations, so their small attention part is counted twice; 92.33 ms, printed

@@ -87,7 +87,7 @@ async def _route(config: Config, servers: list[str], server_key: str | None) -> 
     began = time.monotonic()
     rules = rules_of(config)
 
-    def recorder_of(number: int) -> Recorder:
+    def new_recorder(number: int) -> Recorder:
         """Servers of other models have a conductor, and so a file, of their own."""
         path = Path(str(config.record))
         header = RecordingHeader(RECORDING_FORMAT, rules)
@@ -98,7 +98,7 @@ async def _route(config: Config, servers: list[str], server_key: str | None) -> 
         servers,
         rejoin_s=config.limits.rejoin_s,
         key=server_key,
-        recorder_of=recorder_of if config.record else None,
+        new_recorder=new_recorder if config.record else None,
         alias_of=partial(opaque, secret=secrets.token_hex()),
     )
     limits = http_limits(config, len(servers))  # each client's connection has one to a server

@@ -15,7 +15,7 @@ from isthmus.core.conductor import Rules
 from isthmus.core.errors import IsthmusError, RequestError, StartError, UnavailableError
 from isthmus.core.types import PassedRequest, RequestId
 from isthmus.live.gateway.status import RouterStatus
-from isthmus.live.servers import router as module
+from isthmus.live.servers import fleet
 from isthmus.live.servers.router import PassedBack, Router
 
 from .plain_fake import WHOLE, FakeServer
@@ -26,8 +26,8 @@ RULES = Rules(policy="isthmus", max_attempts=3, wait_ms=200)
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PROBE_S", 0.05)
-    monkeypatch.setattr(module, "SILENCE_S", 60)
+    monkeypatch.setattr(fleet, "PROBE_S", 0.05)
+    monkeypatch.setattr(fleet, "SILENCE_S", 60)
 
 
 @contextlib.asynccontextmanager
@@ -39,7 +39,7 @@ async def routed(*servers: FakeServer, rules: Rules = RULES, rejoin_s: float = 0
         async with router.run():
             yield router
             assert not router._open, "a request never ended"
-            for pool in router._pools.values():
+            for pool in router._fleet._pools.values():
                 pool.desk.check()
     finally:
         for server in servers:
@@ -120,7 +120,7 @@ def test_an_answer_that_is_not_streamed_is_no_prompt_in_the_queue() -> None:
         async with routed(server) as router:
             server.gate.clear()
             waiting = asyncio.create_task(router.forward(asked(stream=False)))
-            (pool,) = router._pools.values()
+            (pool,) = router._fleet._pools.values()
             (node,) = pool.desk.conductor.view.nodes.values()
             await until(lambda: bool(server.bodies) and not node.prefills)
             assert not waiting.done()
@@ -168,7 +168,7 @@ def test_a_dead_server_is_left_and_used_again() -> None:
 
 def test_a_server_that_hangs_is_left_with_what_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine that stands still the other one may be left, too: requests wait until it is back."""
-    monkeypatch.setattr(module, "SILENCE_S", 0.3)
+    monkeypatch.setattr(fleet, "SILENCE_S", 0.3)
 
     async def test() -> None:
         one, other = FakeServer(), FakeServer()

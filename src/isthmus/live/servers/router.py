@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import re
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -22,29 +20,15 @@ import msgspec
 
 from isthmus.core import conductor
 from isthmus.core.attempts import RequestFailed
-from isthmus.core.blocks import BlockNamer, KVLayout
-from isthmus.core.errors import IsthmusError, RequestError, StartError, UnavailableError
-from isthmus.core.node.plain_server import PlainServer
-from isthmus.core.types import MIXED, NS_PER_S, BlockName, NodeId, PassedRequest, RequestId, sharing
+from isthmus.core.errors import IsthmusError, RequestError, UnavailableError
+from isthmus.core.types import NS_PER_S, PassedRequest, RequestId, sharing
 from isthmus.live.cluster.recorder import Recorder
 from isthmus.live.cluster.streams import refusal
-from isthmus.live.servers.plain import Description, PlainClient, Response, is_ours, refuses, said
+from isthmus.live.servers.fleet import BLOCK_TOKENS, Fleet, Pool, Server
+from isthmus.live.servers.plain import Response, said
 
-log = logging.getLogger(__name__)
-
-TOKEN_BYTES, BLOCK_TOKENS = 4, 16
-"""Prompts are counted in bytes, four a token, since no tokenizer is asked: a block is 64 bytes of a body."""
-TEXT = KVLayout("float32", BLOCK_TOKENS, 1, 1, 1, form="bytes")
-"""Layout of names of text, which are not of KV: no name of a block of KV equals one."""
-UNLIMITED_TOKENS = 1 << 40
-"""The server says itself what is too long for it."""
 UNSAID_TOKENS = 256
 """Tokens of an answer whose request has no limit."""
-MAX_NAMERS = 1024
-MAX_NAMED_BYTES = 1 << 18
-"""Of a prompt, so that naming takes a few milliseconds at most; what follows counts as uncached."""
-PROBE_S, SILENCE_S = 1.0, 2.0
-"""How often each server is asked for a sign of life, and how long it may take or be silent."""
 RETRIED = frozenset((429, 500, 502, 503, 504))
 """Statuses of which another server may know better. The last one's answer is passed back."""
 TAIL_BYTES = 4096
@@ -54,54 +38,13 @@ _USAGE = re.compile(
 )
 
 
-class _Server:
-    """One server: what it says of itself, what it does, and what its cache is believed to hold."""
-
-    def __init__(self, node: NodeId, url: str, key: str | None) -> None:
-        self.node, self.client = node, PlainClient(url, key)
-        self.description: Description | None = None
-        self.belief = PlainServer(node, 0)
-        self.pool: _Pool | None = None  # None while it is not used
-        self.running: set[RequestId] = set()
-        self.heard_s = 0.0
-        self.counts: Counter[str] = Counter()
-
-    def gauges(self) -> dict[str, float]:
-        return {
-            "server_up": float(self.pool is not None),
-            "server_requests_running": len(self.running),
-            "server_cache_blocks": self.belief.num_blocks,
-            "server_cache_capacity_blocks": self.belief.capacity_blocks,
-            **{f"server_{name}_total": self.counts[name] for name in _COUNTERS},
-        }
-
-
-_COUNTERS = ("requests", "failures", "leaves", "prompt_tokens", "cached_tokens")
-
-
-class _Pool:
-    """The servers that list the same models, behind a conductor of their own."""
-
-    def __init__(self, models: tuple[str, ...], desk: conductor.Desk) -> None:
-        self.models, self.desk = models, desk
-        self.namer = lru_cache(MAX_NAMERS)(partial(_namer, models[0] if models else ""))
-
-
-def _namer(revision: str, salt: str) -> BlockNamer:
-    return BlockNamer(revision=revision, layout=TEXT, salt=salt)
-
-
 class _Open:
     """A request that has not ended. `route`: of the attempt to make or under way; `sending`: until its first bytes;
     `believed`: leading blocks that its server was believed to have."""
 
-    def __init__(self, passed: PassedRequest, pool: _Pool) -> None:
+    def __init__(self, passed: PassedRequest, pool: Pool) -> None:
         self.passed, self.pool = passed, pool
-        self.num_tokens = max(1, len(passed.prefix) // TOKEN_BYTES)
-        words = memoryview(passed.prefix[: min(self.num_tokens * TOKEN_BYTES, MAX_NAMED_BYTES)])
-        self.names: tuple[BlockName, ...] = tuple(
-            pool.namer(passed.salt).names(words[: len(words) // TOKEN_BYTES * TOKEN_BYTES].cast("I"))
-        )
+        self.num_tokens, self.names = pool.named(passed)
         self.route: conductor.Route | None = None
         self.error: IsthmusError | None = None
         self.sending: asyncio.Task[Response] | None = None
@@ -134,7 +77,7 @@ class Router:
     """Plain servers by URL, for the gateway (`isthmus.live.gateway.passing.PassingBackend`), in one event loop.
 
     `rules`: of the conductor; `rejoin_s`: how long requests wait for a server that comes back; `key`: an API key that
-    the servers ask for; `recorder_of`: makes the recorder of the pool of a number, None where nothing is recorded;
+    the servers ask for; `new_recorder`: makes the recorder of the pool of a number, None where nothing is recorded;
     `alias_of`: the name of a tenant for the conductor.
     """
 
@@ -145,93 +88,46 @@ class Router:
         *,
         rejoin_s: float,
         key: str | None = None,
-        recorder_of: Callable[[int], Recorder] | None = None,
+        new_recorder: Callable[[int], Recorder] | None = None,
         alias_of: Callable[[str], str] = str,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        self._recorder_of, self._alias_of = recorder_of, alias_of
-        self._recorders: list[Recorder] = []
-        self._rules, self._rejoin_ms, self._clock_ns = rules, round(rejoin_s * 1000), clock_ns
-        self._servers = {NodeId(url): _Server(NodeId(url), url, key) for url in urls}
-        self._pools: dict[tuple[str, ...], _Pool] = {}
+        self._alias_of, self._clock_ns = alias_of, clock_ns
+        self._fleet = Fleet(
+            urls, rules, rejoin_s=rejoin_s, key=key, new_recorder=new_recorder, decide=self._decide
+        )
         self._open: dict[RequestId, _Open] = {}
 
     @contextlib.asynccontextmanager
     async def run(self) -> AsyncGenerator[None]:
         """Asks all servers what they are, then serves inside the context. Raises StartError if none answers."""
-        try:
-            found = await asyncio.gather(*[self._look(server) for server in self._servers.values()])
-            if not any(not reason for reason in found):
-                raise StartError("no server answers: " + "; ".join(found))
-            loop = asyncio.get_running_loop()
-            watching = [loop.create_task(self._watch(server)) for server in self._servers.values()]
+        async with self._fleet.run():
             try:
                 yield
             finally:
-                for task in watching:
-                    task.cancel()
-                await asyncio.gather(*watching, return_exceptions=True)
                 for each in list(self._open.values()):
                     each.end_attempt()
-        finally:
-            await asyncio.gather(*[server.client.close() for server in self._servers.values()])
-            for recorder in self._recorders:
-                recorder.close()
-
-    # For the gateway.
 
     @property
     def healthy(self) -> bool:
-        return any(server.pool is not None for server in self._servers.values())
+        return self._fleet.healthy
 
     def models(self) -> list[dict[str, Any]]:
-        found: dict[str, dict[str, Any]] = {}
-        for server in self._servers.values():
-            if server.pool is not None and server.description is not None:
-                found |= {
-                    str(each["id"]): each for each in server.description.models if each["id"] not in found
-                }
-        return list(found.values())
+        return self._fleet.models()
 
     def gauges(self) -> dict[str, dict[str, float]]:
-        found: dict[str, dict[str, float]] = {}
-        for server in self._servers.values():
-            for name, value in server.gauges().items():
-                found.setdefault(name, {})[str(server.node)] = value
-        return found
+        return self._fleet.gauges()
 
     def status(self) -> list[Any]:
-        found: list[Any] = []
-        for server in self._servers.values():
-            told = server.description
-            known = (
-                {"models": told.names, "kind": told.kind, "kv_tokens": told.kv_tokens}
-                if told is not None
-                else {}
-            )
-            counts = {name.removeprefix("server_"): round(value) for name, value in server.gauges().items()}
-            found.append({"server": str(server.node), **counts, "up": server.pool is not None, **known})
-        return found
+        return self._fleet.status()
 
     def lines(self) -> list[str]:
         """Returns a line for each server: what it says of itself."""
-        found = []
-        for server in self._servers.values():
-            told = server.description
-            if told is None:
-                found.append(f"{server.node}: does not answer; it is asked every {PROBE_S:g} s")
-                continue
-            memory = (
-                f"{told.kv_tokens:,} tokens of KV memory" if told.kv_tokens else "does not say its KV memory"
-            )
-            found.append(
-                ": ".join([str(server.node), ", ".join([*told.names, *filter(None, [told.kind]), memory])])
-            )
-        return found
+        return self._fleet.lines()
 
     async def forward(self, passed: PassedRequest) -> PassedBack:
         """Passes a request on, to as many servers one after another as the conductor's rules allow."""
-        pool = self._pool_of(passed.model)
+        pool = self._fleet.pool_of(passed.model)
         passed = msgspec.structs.replace(passed, tenant=self._alias_of(passed.tenant))
         request = _Open(passed, pool)
         tenant = sharing(passed.tenant, passed.weight)
@@ -251,8 +147,8 @@ class Router:
                 except UnavailableError:
                     if last is None:
                         raise
-                    return PassedBack(self, request, self._servers[route.prefill], last)
-                attempt, server = route.attempt, self._servers[route.prefill]
+                    return PassedBack(self, request, self._fleet.servers[route.prefill], last)
+                attempt, server = route.attempt, self._fleet.servers[route.prefill]
                 response = await self._send(request, server, route)
                 if response is None:
                     continue
@@ -279,7 +175,7 @@ class Router:
                 last.abort()
             raise
 
-    async def _send(self, request: _Open, server: _Server, route: conductor.Route) -> Response | None:
+    async def _send(self, request: _Open, server: Server, route: conductor.Route) -> Response | None:
         """Returns the answer with its first bytes; None if there is none and the conductor has been told."""
         passed = request.passed
         server.running.add(passed.request)
@@ -303,42 +199,23 @@ class Router:
             return None  # withdrawn: another attempt follows, or the end
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             self._failed(request, server, route, f"{server.node}: {said(error)}")
-            self._suspect(server, error)
+            self._fleet.suspect(server, error)
             return None
         finally:
             request.sending = None
             if presumed is not None:
                 presumed.cancel()
-        server.heard_s = time.monotonic()
+        server.hear()
         request.response = response
         return response
 
     # Decisions.
 
-    def _pool_of(self, model: str) -> _Pool:
-        """Returns the pool that serves a model; the only one, whose servers know best, for any name. Raises
-        RequestError or UnavailableError."""
-        live = [pool for pool in self._pools.values() if pool.desk.conductor.view.nodes] or [
-            *self._pools.values()
-        ]
-        for pools in (live, self._pools.values()):  # a server that left may come back
-            for pool in pools:
-                if model in pool.models:
-                    return pool
-        if len(live) == 1:
-            return live[0]
-        known = ", ".join(sorted({name for pool in live for name in pool.models}))
-        if not known:
-            raise UnavailableError("no server is there", retry_after_s=1)
-        raise RequestError(
-            f"the model {model!r} does not exist; there are {known}", param="model", code="model_not_found"
-        )
-
-    def _decide(self, pool: _Pool, event: conductor.Event) -> None:
+    def _decide(self, pool: Pool, event: conductor.Event) -> None:
         for answer in pool.desk.on(event, self._clock_ns()):
             self._act(pool, answer)
 
-    def _act(self, pool: _Pool, answer: conductor.Answer) -> None:
+    def _act(self, pool: Pool, answer: conductor.Answer) -> None:
         match answer:
             case conductor.Route():
                 request = self._open[answer.request]
@@ -347,7 +224,7 @@ class Router:
             case conductor.Abort():
                 request = self._open[answer.request]
                 for node in answer.nodes:
-                    self._servers[node].running.discard(answer.request)
+                    self._fleet.servers[node].running.discard(answer.request)
                 request.end_attempt()
             case conductor.Hold():
                 expired = conductor.HoldExpired(answer.request, answer.attempt)
@@ -368,13 +245,13 @@ class Router:
         request.end_attempt()
         request.change()
 
-    def _failed(self, request: _Open, server: _Server, route: conductor.Route, reason: str) -> None:
+    def _failed(self, request: _Open, server: Server, route: conductor.Route, reason: str) -> None:
         server.counts["failures"] += 1
         server.running.discard(request.passed.request)
         request.response = None
         self._decide(request.pool, RequestFailed(request.passed.request, route.attempt, reason))
 
-    def _presume(self, request: _Open, server: _Server, route: conductor.Route) -> asyncio.TimerHandle:
+    def _presume(self, request: _Open, server: Server, route: conductor.Route) -> asyncio.TimerHandle:
         """Presumes a prompt computed when that is expected: an answer that is not streamed says nothing until its end,
         and would count as a prompt that takes as long."""
         node = request.pool.desk.conductor.view.nodes.get(server.node)
@@ -382,7 +259,7 @@ class Router:
         begun = partial(self._begun, request, server, route, is_computed=False)
         return asyncio.get_running_loop().call_later(max(0, delay_ns) / NS_PER_S, begun)
 
-    def _begun(self, request: _Open, server: _Server, route: conductor.Route, *, is_computed: bool) -> None:
+    def _begun(self, request: _Open, server: Server, route: conductor.Route, *, is_computed: bool) -> None:
         """Takes the first bytes of an answer: its prompt is computed, and cached, unless they are an error's."""
         self._decide(request.pool, conductor.FirstToken(request.passed.request, route.attempt))
         if is_computed and request.error is None and server.pool is request.pool:
@@ -390,13 +267,13 @@ class Router:
             for report in server.belief.computed(request.names, tenant):
                 self._decide(request.pool, report)
 
-    def ended(self, request: _Open, server: _Server, tail: bytes, num_events: int) -> None:
+    def ended(self, request: _Open, server: Server, tail: bytes, num_events: int) -> None:
         """Takes the end of an answer, whose last bytes are `tail`."""
         usage = {name.decode(): int(value) for name, value in _USAGE.findall(tail)}
         num_prompt = usage.get("prompt_tokens") or usage.get("input_tokens", 0)
         num_generated = usage.get("completion_tokens") or usage.get("output_tokens") or num_events
         server.counts["prompt_tokens"] += num_prompt
-        server.heard_s = time.monotonic()
+        server.hear()
         if num_prompt and "cached_tokens" in usage:
             server.counts["cached_tokens"] += usage["cached_tokens"]
             believed = request.believed * BLOCK_TOKENS / request.num_tokens
@@ -404,89 +281,19 @@ class Router:
         server.running.discard(request.passed.request)
         self._decide(request.pool, conductor.RequestEnded(request.passed.request, max(1, num_generated)))
 
-    def broken(self, request: _Open, server: _Server, error: BaseException | None) -> None:
+    def broken(self, request: _Open, server: Server, error: BaseException | None) -> None:
         """Takes the end of an answer that is not whole: its server failed, or (None) its client left."""
         server.running.discard(request.passed.request)
         self._decide(request.pool, conductor.RequestCancelled(request.passed.request))
         if error is not None:
             server.counts["failures"] += 1
-            self._suspect(server, error)
-
-    def heard(self, server: _Server) -> None:
-        server.heard_s = time.monotonic()
-
-    # Liveness.
-
-    def _suspect(self, server: _Server, error: BaseException) -> None:
-        """Leaves a server at once that refuses connections; another failure may be of the request alone."""
-        if refuses(error):
-            self._leave(server, said(error))
-
-    def _leave(self, server: _Server, reason: str) -> None:
-        pool, server.pool = server.pool, None
-        if pool is not None:
-            log.warning("%s is left: %s", server.node, reason)
-            server.counts["leaves"] += 1
-            self._decide(pool, conductor.NodeLeft(server.node))
-
-    def _new_pool(self, models: tuple[str, ...]) -> _Pool:
-        if self._recorder_of is not None:
-            self._recorders.append(self._recorder_of(len(self._pools)))
-        log = self._recorders[-1].record if self._recorders else None
-        return _Pool(models, conductor.Desk(conductor.Conductor(self._rules), self._rejoin_ms, log))
-
-    async def _look(self, server: _Server) -> str:
-        """Asks a server what it is, and takes it in. Returns why not, "" if so."""
-        try:
-            description = await server.client.describe()
-        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
-            return f"{server.node}: {said(error)}"
-        server.description, server.heard_s = description, time.monotonic()
-        num_blocks = description.kv_tokens // BLOCK_TOKENS
-        server.belief = PlainServer(server.node, num_blocks)
-        models = tuple(sorted(description.names))
-        if models not in self._pools:
-            self._pools[models] = self._new_pool(models)
-        server.pool = self._pools[models]
-        self._decide(
-            server.pool,
-            conductor.NodeJoined(
-                server.node, MIXED, UNLIMITED_TOKENS, BLOCK_TOKENS, cache_blocks=server.belief.capacity_blocks
-            ),
-        )
-        return ""
-
-    async def _watch(self, server: _Server) -> None:
-        """Asks for a sign of life every `PROBE_S`; leaves a server without one, and takes in one that is back."""
-        while True:
-            await asyncio.sleep(PROBE_S)
-            try:
-                await self._probe(server)
-            except Exception:  # a bug of ours ends no watch
-                log.exception("%s: a probe failed", server.node)
-
-    async def _probe(self, server: _Server) -> None:
-        if server.pool is None:
-            if not await self._look(server):
-                log.warning("%s is back", server.node)
-            return
-        if time.monotonic() - server.heard_s < PROBE_S:
-            return
-        try:
-            await server.client.alive(SILENCE_S)
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            if is_ours(error):
-                return
-            if time.monotonic() - server.heard_s > SILENCE_S or refuses(error):
-                self._leave(server, f"no sign of life: {said(error)}")
-        else:
-            server.heard_s = time.monotonic()
+            self._fleet.suspect(server, error)
 
 
 class PassedBack:
     """An answer whose first bytes are here."""
 
-    def __init__(self, router: Router, request: _Open, server: _Server, response: Response) -> None:
+    def __init__(self, router: Router, request: _Open, server: Server, response: Response) -> None:
         self.status, self.headers = response.status, response.headers
         self._router, self._request, self._server, self._response = router, request, server, response
         self._is_over = False
@@ -506,7 +313,7 @@ class PassedBack:
         error: BaseException | None = None
         try:
             async for chunk in self._response.body():
-                router.heard(server)
+                server.hear()
                 tail = (tail + chunk)[-TAIL_BYTES:]
                 num_events += chunk.count(b"\ndata:")
                 yield chunk

@@ -1,0 +1,266 @@
+"""The plain servers behind a router: what each says of itself, whether it lives, and the conductor that it belongs to.
+
+Servers that list the same models form a pool with a conductor of its own. A server is asked for a sign of life every
+`PROBE_S`; one without is left, and taken in again when it answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import aiohttp
+
+from isthmus.core import conductor
+from isthmus.core.blocks import BlockNamer, KVLayout
+from isthmus.core.errors import RequestError, StartError, UnavailableError
+from isthmus.core.node.plain_server import PlainServer
+from isthmus.core.types import MIXED, BlockName, NodeId, PassedRequest, RequestId
+from isthmus.live.cluster.recorder import Recorder
+from isthmus.live.servers.plain import Description, PlainClient, is_ours, refuses, said
+
+log = logging.getLogger(__name__)
+
+TOKEN_BYTES, BLOCK_TOKENS = 4, 16
+"""Prompts are counted in bytes, four a token, since no tokenizer is asked: a block is 64 bytes of a body."""
+TEXT = KVLayout("float32", BLOCK_TOKENS, 1, 1, 1, form="bytes")
+"""Layout of names of text, which are not of KV: no name of a block of KV equals one."""
+UNLIMITED_TOKENS = 1 << 40
+"""The server says itself what is too long for it."""
+MAX_NAMERS = 1024
+MAX_NAMED_BYTES = 1 << 18
+"""Of a prompt, so that naming takes a few milliseconds at most; what follows counts as uncached."""
+PROBE_S, SILENCE_S = 1.0, 2.0
+"""How often each server is asked for a sign of life, and how long it may take or be silent."""
+
+Decide = Callable[["Pool", conductor.Event], None]
+"""Tells the conductor of a pool an event, and carries out its answers."""
+
+
+class Server:
+    """One server: what it says of itself, what it does, and what its cache is believed to hold."""
+
+    def __init__(self, node: NodeId, url: str, key: str | None) -> None:
+        self.node, self.client = node, PlainClient(url, key)
+        self.description: Description | None = None
+        self.belief = PlainServer(node, 0)
+        self.pool: Pool | None = None  # None while it is not used
+        self.running: set[RequestId] = set()
+        self.heard_s = 0.0
+        self.counts: Counter[str] = Counter()
+
+    def hear(self) -> None:
+        """Takes a sign of life."""
+        self.heard_s = time.monotonic()
+
+    def gauges(self) -> dict[str, float]:
+        return {
+            "server_up": float(self.pool is not None),
+            "server_requests_running": len(self.running),
+            "server_cache_blocks": self.belief.num_blocks,
+            "server_cache_capacity_blocks": self.belief.capacity_blocks,
+            **{f"server_{name}_total": self.counts[name] for name in _COUNTERS},
+        }
+
+
+_COUNTERS = ("requests", "failures", "leaves", "prompt_tokens", "cached_tokens")
+
+
+class Pool:
+    """The servers that list the same models, behind a conductor of their own."""
+
+    def __init__(self, models: tuple[str, ...], desk: conductor.Desk) -> None:
+        self.models, self.desk = models, desk
+        self._namer = lru_cache(MAX_NAMERS)(partial(_namer, models[0] if models else ""))
+
+    def named(self, passed: PassedRequest) -> tuple[int, tuple[BlockName, ...]]:
+        """Returns the length of a request's prompt in tokens, and the names of its blocks."""
+        num_tokens = max(1, len(passed.prefix) // TOKEN_BYTES)
+        words = memoryview(passed.prefix[: min(num_tokens * TOKEN_BYTES, MAX_NAMED_BYTES)])
+        words = words[: len(words) // TOKEN_BYTES * TOKEN_BYTES]
+        return num_tokens, tuple(self._namer(passed.salt).names(words.cast("I")))
+
+
+def _namer(revision: str, salt: str) -> BlockNamer:
+    return BlockNamer(revision=revision, layout=TEXT, salt=salt)
+
+
+class Fleet:
+    """All servers by URL, and their pools. `key`: an API key that the servers ask for; `new_recorder`: makes the
+    recorder of the pool of a number, None where nothing is recorded."""
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        rules: conductor.Rules,
+        *,
+        rejoin_s: float,
+        key: str | None,
+        new_recorder: Callable[[int], Recorder] | None,
+        decide: Decide,
+    ) -> None:
+        self.servers = {NodeId(url): Server(NodeId(url), url, key) for url in urls}
+        self._pools: dict[tuple[str, ...], Pool] = {}
+        self._rules, self._rejoin_ms, self._decide = rules, round(rejoin_s * 1000), decide
+        self._new_recorder = new_recorder
+        self._recorders: list[Recorder] = []
+
+    @contextlib.asynccontextmanager
+    async def run(self) -> AsyncGenerator[None]:
+        """Asks all servers what they are, then watches them inside the context. Raises StartError if none answers."""
+        try:
+            found = await asyncio.gather(*[self._look(server) for server in self.servers.values()])
+            if not any(not reason for reason in found):
+                raise StartError("no server answers: " + "; ".join(found))
+            loop = asyncio.get_running_loop()
+            watching = [loop.create_task(self._watch(server)) for server in self.servers.values()]
+            try:
+                yield
+            finally:
+                for task in watching:
+                    task.cancel()
+                await asyncio.gather(*watching, return_exceptions=True)
+        finally:
+            await asyncio.gather(*[server.client.close() for server in self.servers.values()])
+            for recorder in self._recorders:
+                recorder.close()
+
+    @property
+    def healthy(self) -> bool:
+        return any(server.pool is not None for server in self.servers.values())
+
+    def models(self) -> list[dict[str, Any]]:
+        found: dict[str, dict[str, Any]] = {}
+        for server in self.servers.values():
+            if server.pool is not None and server.description is not None:
+                found |= {
+                    str(each["id"]): each for each in server.description.models if each["id"] not in found
+                }
+        return list(found.values())
+
+    def gauges(self) -> dict[str, dict[str, float]]:
+        found: dict[str, dict[str, float]] = {}
+        for server in self.servers.values():
+            for name, value in server.gauges().items():
+                found.setdefault(name, {})[str(server.node)] = value
+        return found
+
+    def status(self) -> list[Any]:
+        found: list[Any] = []
+        for server in self.servers.values():
+            told = server.description
+            known = (
+                {"models": told.names, "kind": told.kind, "kv_tokens": told.kv_tokens}
+                if told is not None
+                else {}
+            )
+            counts = {name.removeprefix("server_"): round(value) for name, value in server.gauges().items()}
+            found.append({"server": str(server.node), **counts, "up": server.pool is not None, **known})
+        return found
+
+    def lines(self) -> list[str]:
+        """Returns a line for each server: what it says of itself."""
+        found = []
+        for server in self.servers.values():
+            told = server.description
+            if told is None:
+                found.append(f"{server.node}: does not answer; it is asked every {PROBE_S:g} s")
+                continue
+            memory = (
+                f"{told.kv_tokens:,} tokens of KV memory" if told.kv_tokens else "does not say its KV memory"
+            )
+            found.append(
+                ": ".join([str(server.node), ", ".join([*told.names, *filter(None, [told.kind]), memory])])
+            )
+        return found
+
+    def pool_of(self, model: str) -> Pool:
+        """Returns the pool that serves a model; the only one, whose servers know best, for any name. Raises
+        RequestError or UnavailableError."""
+        live = [pool for pool in self._pools.values() if pool.desk.conductor.view.nodes] or [
+            *self._pools.values()
+        ]
+        for pools in (live, self._pools.values()):  # a server that left may come back
+            for pool in pools:
+                if model in pool.models:
+                    return pool
+        if len(live) == 1:
+            return live[0]
+        known = ", ".join(sorted({name for pool in live for name in pool.models}))
+        if not known:
+            raise UnavailableError("no server is there", retry_after_s=1)
+        raise RequestError(
+            f"the model {model!r} does not exist; there are {known}", param="model", code="model_not_found"
+        )
+
+    def suspect(self, server: Server, error: BaseException) -> None:
+        """Leaves a server at once that refuses connections; another failure may be of the request alone."""
+        if refuses(error):
+            self._leave(server, said(error))
+
+    def _leave(self, server: Server, reason: str) -> None:
+        pool, server.pool = server.pool, None
+        if pool is not None:
+            log.warning("%s is left: %s", server.node, reason)
+            server.counts["leaves"] += 1
+            self._decide(pool, conductor.NodeLeft(server.node))
+
+    def _new_pool(self, models: tuple[str, ...]) -> Pool:
+        if self._new_recorder is not None:
+            self._recorders.append(self._new_recorder(len(self._pools)))
+        log = self._recorders[-1].record if self._recorders else None
+        return Pool(models, conductor.Desk(conductor.Conductor(self._rules), self._rejoin_ms, log))
+
+    async def _look(self, server: Server) -> str:
+        """Asks a server what it is, and takes it in. Returns why not, "" if so."""
+        try:
+            description = await server.client.describe()
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+            return f"{server.node}: {said(error)}"
+        server.description = description
+        server.hear()
+        num_blocks = description.kv_tokens // BLOCK_TOKENS
+        server.belief = PlainServer(server.node, num_blocks)
+        models = tuple(sorted(description.names))
+        if models not in self._pools:
+            self._pools[models] = self._new_pool(models)
+        server.pool = self._pools[models]
+        self._decide(
+            server.pool,
+            conductor.NodeJoined(
+                server.node, MIXED, UNLIMITED_TOKENS, BLOCK_TOKENS, cache_blocks=server.belief.capacity_blocks
+            ),
+        )
+        return ""
+
+    async def _watch(self, server: Server) -> None:
+        """Asks for a sign of life every `PROBE_S`; leaves a server without one, and takes in one that is back."""
+        while True:
+            await asyncio.sleep(PROBE_S)
+            try:
+                await self._probe(server)
+            except Exception:  # a bug of ours ends no watch
+                log.exception("%s: a probe failed", server.node)
+
+    async def _probe(self, server: Server) -> None:
+        if server.pool is None:
+            if not await self._look(server):
+                log.warning("%s is back", server.node)
+            return
+        if time.monotonic() - server.heard_s < PROBE_S:
+            return
+        try:
+            await server.client.alive(SILENCE_S)
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            if is_ours(error):
+                return
+            if time.monotonic() - server.heard_s > SILENCE_S or refuses(error):
+                self._leave(server, f"no sign of life: {said(error)}")
+        else:
+            server.hear()

@@ -57,30 +57,30 @@ class Blocks:
         self._kept.clear()
 
 
-def named(text: str | Sequence[int]) -> list[int]:
+def named(text: str) -> list[int]:
     """Names of the full blocks of a prompt. Each depends on all blocks before it."""
-    size = BLOCK_TOKENS * (TOKEN_CHARS if isinstance(text, str) else 1)
+    size = BLOCK_TOKENS * TOKEN_CHARS
     names, parent = [], 0
     for start in range(0, len(text) - size + 1, size):
-        part = text[start : start + size]
-        parent = hash((parent, part if isinstance(part, str) else tuple(part)))
+        parent = hash((parent, text[start : start + size]))
         names.append(parent)
     return names
 
 
-def length_of(text: str | Sequence[int]) -> int:
+def length_of(text: str) -> int:
     """Tokens of a prompt."""
-    return -(-len(text) // TOKEN_CHARS) if isinstance(text, str) else len(text)
+    return -(-len(text) // TOKEN_CHARS)
 
 
-def tokens_of(text: str | Sequence[int]) -> list[int]:
-    """Tokens of a prompt, by number."""
-    if not isinstance(text, str):
-        return list(text)
-    data = text.encode("utf-32-le")
-    return [
-        zlib.crc32(data[at : at + 4 * TOKEN_CHARS]) & 0x1FFFF for at in range(0, len(data), 4 * TOKEN_CHARS)
-    ]
+def tokens_of(text: str) -> list[int]:
+    """Tokens of a text, by number: its characters."""
+    data = text.encode("latin-1", "replace")
+    return [int.from_bytes(data[at : at + TOKEN_CHARS], "little") for at in range(0, len(data), TOKEN_CHARS)]
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    """The text of tokens. Raises OverflowError for a number that is none."""
+    return b"".join([each.to_bytes(TOKEN_CHARS, "little").rstrip(b"\0") for each in tokens]).decode("latin-1")
 
 
 def rendered(messages: Sequence[dict[str, Any]]) -> str:
@@ -92,6 +92,25 @@ def rendered(messages: Sequence[dict[str, Any]]) -> str:
             content = "".join(part.get("text", "") for part in content)
         parts.append(f"<|{message['role']}|>\n{content}\n")
     return "".join(parts) + "<|assistant|>\n"
+
+
+def seed_of(text: str) -> int:
+    return zlib.crc32(text.encode())
+
+
+def next_word(seed: int) -> tuple[str, int]:
+    """The word after a text of that seed, and the seed of both: a function of all the text before, as in a model."""
+    word = WORDS[seed >> 16 & 15]
+    return word, zlib.crc32(word.encode(), seed)
+
+
+def answer_to(text: str, tokens: int) -> str:
+    """What each server says to a prompt."""
+    seed, said = seed_of(text), ""
+    for _ in range(tokens):
+        word, seed = next_word(seed)
+        said += word
+    return said
 
 
 @dataclass
@@ -138,7 +157,8 @@ class Answer:
     is_chat: bool
     is_stream: bool
     has_usage: bool
-    text: str | Sequence[int]
+    has_ids: bool
+    text: str
     limit: int
     cut: int | None = None
     cached: int = 0
@@ -249,8 +269,7 @@ class Server:
         self.blocks.use(answer.names)
         if answer.connection.answer is not answer:
             return  # its client has gone meanwhile
-        text = answer.text if isinstance(answer.text, str) else repr(answer.text)
-        answer.seed = zlib.crc32(text.encode())
+        answer.seed = seed_of(answer.text)
         answer.connection.begin(answer, next(self._ids))
         self.running[answer] = None
         self._token(answer)
@@ -273,8 +292,8 @@ class Server:
             self._is_ticking = False
 
     def _token(self, answer: Answer) -> None:
-        answer.seed = (answer.seed * 1_103_515_245 + 12_345) & 0x7FFFFFFF
-        answer.said.append(WORDS[answer.seed >> 16 & 15])
+        word, answer.seed = next_word(answer.seed)
+        answer.said.append(word)
         self.counts["generation_tokens"] += 1
         is_last = len(answer.said) >= answer.limit
         is_cut = answer.cut is not None and len(answer.said) > answer.cut
@@ -285,6 +304,5 @@ class Server:
             return
         if is_last:
             self.counts["answered"] += 1
-            if isinstance(answer.text, str):
-                self.blocks.use(named(answer.text + "".join(answer.said)))
+            self.blocks.use(named(answer.text + "".join(answer.said)))
         answer.connection.token(answer, is_last)

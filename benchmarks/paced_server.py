@@ -1,9 +1,10 @@
 """`python -m benchmarks.paced_server --port P`: a fake server of OpenAI's API that keeps a set pace.
 
 It computes nothing. A token is four characters of the rendered messages; each word of an answer, with its space, is
-four characters. Sixteen tokens are a block, and blocks are kept until they are the least recently used, as a server
-with prefix caching keeps its own. A prompt takes `prefill_us` for each token that is not cached, one prompt after
-another. Then all running answers get a token each every `token_ms`. Of itself it tells what a vLLM server tells.
+four characters, and follows from all the text before it. Sixteen tokens are a block, and blocks are kept until they are
+the least recently used, as a server with prefix caching keeps its own. A prompt takes `prefill_us` for each token that
+is not cached, one prompt after another. Then all running answers get a token each every `token_ms`. Of itself it tells
+what a vLLM server tells, and the ids of tokens with `return_token_ids`.
 
 `/v1/chat/completions/render`, `/v1/completions/render` and `/tokenize` tell the tokens of a prompt, for routers that
 ask for them; a vLLM server does so if it is told to.
@@ -28,7 +29,7 @@ import httptools
 import msgspec
 import uvloop
 
-from benchmarks.paced import Answer, Faults, Pace, Server, length_of, rendered, tokens_of
+from benchmarks.paced import Answer, Faults, Pace, Server, length_of, rendered, text_of, tokens_of
 
 DEFAULT_TOKENS = 16
 """Of an answer that says no limit, as in OpenAI's completions."""
@@ -107,7 +108,14 @@ class Connection(asyncio.Protocol):
         elif method == "POST" and path in POSTS:
             try:
                 POSTS[path](self, msgspec.json.decode(body or b"{}"))
-            except (msgspec.DecodeError, TypeError, KeyError, AttributeError, ValueError) as error:
+            except (
+                msgspec.DecodeError,
+                TypeError,
+                KeyError,
+                AttributeError,
+                ValueError,
+                OverflowError,
+            ) as error:
                 self.error(400, f"bad request: {error!r}")
         else:
             self.error(404, f"{method} {path} is not here")
@@ -144,7 +152,8 @@ class Connection(asyncio.Protocol):
             return
         stream = bool(fields.get("stream"))
         has_usage = not stream or bool((fields.get("stream_options") or {}).get("include_usage"))
-        self.answer = Answer(self, is_chat, stream, has_usage, text, int(limit))
+        has_ids = bool(fields.get("return_token_ids"))
+        self.answer = Answer(self, is_chat, stream, has_usage, has_ids, text, int(limit))
         self.server.ask(self.answer)
 
     def begin(self, answer: Answer, number: int) -> None:
@@ -162,7 +171,7 @@ class Connection(asyncio.Protocol):
             )
             if answer.is_chat:
                 role = b'{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
-                first += _chunk(b"data: " + answer.head + role + b"]}\n\n")
+                first += _chunk(b"data: " + answer.head + role + b"]" + _ids(answer, prompt=True) + b"}\n\n")
             self.transport.write(first)
 
     def token(self, answer: Answer, is_last: bool) -> None:
@@ -178,13 +187,19 @@ class Connection(asyncio.Protocol):
             choice |= (
                 {"message": {"role": "assistant", "content": content}} if answer.is_chat else {"text": content}
             )
-            self.write(200, answer.head + msgspec.json.encode(choice) + b"]" + usage + b"}", "application/json")
+            if answer.has_ids:
+                choice["token_ids"] = tokens_of(content)
+            out = answer.head + msgspec.json.encode(choice) + b"]" + usage + b"}"
+            self.write(200, out, "application/json")
 
     def _stream_token(self, answer: Answer, is_last: bool, usage: bytes) -> None:
         said = answer.said[-1].encode()
         said = b'"delta":{"content":"%s"}' % said if answer.is_chat else b'"text":"%s"' % said
         reason = b'"length"' if is_last else b"null"
-        choice = b'{"index":0,%s,"logprobs":null,"finish_reason":%s}' % (said, reason)
+        ids = _ids(answer, prompt=False)
+        if not answer.is_chat and len(answer.said) == 1:
+            ids += _ids(answer, prompt=True)
+        choice = b'{"index":0,%s,"logprobs":null,"finish_reason":%s%s}' % (said, reason, ids)
         out = b"data: " + answer.head + choice + b"]}\n\n"
         if not is_last:
             self.transport.write(_chunk(out))
@@ -226,13 +241,22 @@ POSTS: dict[str, Callable[[Connection, dict[str, Any]], None]] = {
 }
 
 
-def _prompt(fields: dict[str, Any]) -> str | list[int]:
+def _prompt(fields: dict[str, Any]) -> str:
     if "messages" in fields:
         return rendered(fields["messages"])
     text = fields["prompt"]
     if isinstance(text, list) and text and not isinstance(text[0], int):
         (text,) = text
-    return text
+    return text if isinstance(text, str) else text_of(text)
+
+
+def _ids(answer: Answer, *, prompt: bool) -> bytes:
+    """The field of the prompt's tokens, or of the last one of the answer, if they are asked for."""
+    if not answer.has_ids:
+        return b""
+    name = b"prompt_token_ids" if prompt else b"token_ids"
+    ids = msgspec.json.encode(tokens_of(answer.text if prompt else answer.said[-1]))
+    return b',"%s":%s' % (name, ids)
 
 
 def _usage(answer: Answer) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from benchmarks import route_loads
 from benchmarks.options import Seed
 from benchmarks.paced import Pace
 from benchmarks.route_client import Client, Reply
+from benchmarks.route_faults import KILLS, REPEATS, Faults, faults, killable
 from benchmarks.route_loads import Conversations, Cost, Exact, InTurn, Row, Way
 from benchmarks.served import reserved_port, started
 from isthmus.bench import BenchError
@@ -44,7 +45,7 @@ from isthmus.sheet import Sheet
 Found = TypeVar("Found")
 
 MODEL = Pace.model
-SERVERS = {"cost": 2, "turns": 4, "trace": 4}
+SERVERS = {"cost": 2, "turns": 4, "trace": 4, "faults": 4}
 """Each load, with so many servers."""
 KEY = "sk-nobody"
 START_S, SETTLE_S = 60.0, 1.0
@@ -136,7 +137,7 @@ class Hits(msgspec.Struct, frozen=True):
 class Turn(msgspec.Struct, frozen=True):
     """One peer with one load. `ready_s`: from its start to its first answer; `rss_mib`: after the load."""
 
-    found: Cost | Hits
+    found: Cost | Hits | Faults
     ready_s: float | None = None
     rss_mib: float | None = None
 
@@ -154,7 +155,7 @@ def run(plan: Plan, report: Report = silent) -> Outcome:
         (load, peer): partial(_tried, plan, load, peer, rows, report)
         for load in plan.loads
         for peer in peers
-        if (load, peer) != ("cost", IN_TURN)
+        if (load, peer) != ("cost", IN_TURN) and (load != "faults" or peer in PEERS)
     }
     found = in_turns(sides, plan.rounds, warm_up=False)
     medians = [_median(load, peer, [turn for turn in turns if turn]) for (load, peer), turns in found.items()]
@@ -204,6 +205,8 @@ def _tried(plan: Plan, load: str, peer: str, rows: Sequence[Row], report: Report
 
 
 def _turn(plan: Plan, load: str, peer: str, rows: Sequence[Row]) -> Turn:
+    if load == "faults":
+        return _faulty_turn(plan, peer)
     with contextlib.ExitStack() as stack:
         urls = stack.enter_context(_servers(plan, load))
         if peer in (DIRECT, IN_TURN):
@@ -216,6 +219,25 @@ def _turn(plan: Plan, load: str, peer: str, rows: Sequence[Row]) -> Turn:
         way = InTurn([Client(url, MODEL, dict(PEERS[peer].headers))])
         found = _measured(plan, load, way, urls, rows, lambda: usage(pid)[0])
         return Turn(found, ready_s, usage(pid)[1])
+
+
+def _faulty_turn(plan: Plan, peer: str) -> Turn:
+    """The router is started twice, before the same servers."""
+    with killable(SERVERS["faults"], _options(_pace("faults")), plan.folder) as servers:
+        urls = [server.url for server in servers]
+        with contextlib.ExitStack() as second, contextlib.ExitStack() as first:
+
+            def began(stack: contextlib.ExitStack) -> tuple[Client, float]:
+                url, _, ready_s = stack.enter_context(_router(plan, "faults", peer, urls))
+                time.sleep(SETTLE_S)
+                return Client(url, MODEL, dict(PEERS[peer].headers)), ready_s
+
+            def again() -> Client:
+                first.close()
+                return began(second)[0]
+
+            client, ready_s = began(first)
+            return Turn(uvloop.run(faults(client, servers, again, plan.seed)), ready_s, None)
 
 
 def _measured(
@@ -268,15 +290,20 @@ def _pace(load: str) -> Pace:
     """Where the cost of a hop is measured, a prefill takes no time."""
     if load == "cost":
         return Pace(blocks=100_000, prefill_us=0)
+    if load == "faults":
+        return Pace(blocks=100_000, token_ms=20)
     return Pace(blocks=TURNS_BLOCKS if load == "turns" else TRACE_BLOCKS)
+
+
+def _options(pace: Pace) -> list[str]:
+    options = ("--blocks", pace.blocks, "--prefill-us", pace.prefill_us, "--token-ms", pace.token_ms)
+    return [str(each) for each in options]
 
 
 @contextlib.contextmanager
 def _servers(plan: Plan, load: str) -> Iterator[list[str]]:
     """The URLs of fresh servers for one load."""
-    pace = _pace(load)
-    options = ("--blocks", pace.blocks, "--prefill-us", pace.prefill_us, "--token-ms", pace.token_ms)
-    command = (sys.executable, "-m", "benchmarks.paced_server", *map(str, options))
+    command = (sys.executable, "-m", "benchmarks.paced_server", *_options(_pace(load)))
 
     with contextlib.ExitStack() as stack, ThreadPoolExecutor() as pool:
 
@@ -376,15 +403,30 @@ HITS = {
 }
 
 
+FAULTS = {
+    "whole": "whole",
+    "error told": "told",
+    "cut": "cut",
+    "wrong": "wrong",
+    "longest s": "longest_s",
+    "back s": "back_s",
+    "slow: mean TTFT ms": "slow_ttft_ms",
+    "left s": "left_s",
+    "again s": "again_s",
+    f"repeats of {REPEATS}": "repeats",
+}
+
+
 def _tables(plan: Plan, rows: Sequence[Mapping[str, Any]]) -> list[Sheet]:
     titles = {
         "cost": f"Cost before {SERVERS['cost']} servers whose prefill takes no time",
         "turns": f"{plan.conversations} conversations on {SERVERS['turns']} servers of {TURNS_BLOCKS} blocks",
         "trace": f"{plan.rows} requests of a trace on {SERVERS['trace']} servers of {TRACE_BLOCKS:,} blocks",
+        "faults": f"{KILLS} kills of {SERVERS['faults']} servers under load, a slow server, a restart of the router",
     }
     sheets = []
     for load in plan.loads:
-        columns = COST if load == "cost" else HITS
+        columns = {"cost": COST, "faults": FAULTS}.get(load, HITS)
         mine = [row for row in rows if row["load"] == load]
         sources = {head: _source(key) for head, key in columns.items()}
         sheets.append(table(titles[load], {"router": "peer", **sources}, mine))

@@ -169,7 +169,8 @@ def _streamed(body: bytearray) -> Reply:
             continue
         event = msgspec.json.decode(data)
         if "error" in event:
-            return Reply(error=f"in the stream: {event['error']}")
+            reply.error = f"in the stream: {event['error']}"
+            break
         said += [each["delta"].get("content") or "" for each in event.get("choices") or ()]
         _count(reply, event.get("usage"))
     reply.text = "".join(said)

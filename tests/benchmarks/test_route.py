@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import socket
 import subprocess
 from collections.abc import Callable, Coroutine
@@ -17,10 +18,11 @@ from typing import Any
 import aiohttp
 import pytest
 
-from benchmarks import route, route_loads
-from benchmarks.paced import Blocks, Pace, named, rendered
+from benchmarks import route, route_faults, route_loads
+from benchmarks.paced import Blocks, Pace, answer_to, named, rendered, tokens_of
 from benchmarks.paced_server import listening
 from benchmarks.route_client import Client, Reply
+from benchmarks.route_faults import Faults, Killable, faults, killable
 from benchmarks.route_loads import Conversations, Exact, InTurn
 from isthmus.bench import BenchError
 from tests.benchmarks.conftest import Study, program
@@ -64,7 +66,6 @@ def test_the_least_recently_used_block_goes_first() -> None:
 def test_a_block_is_named_by_all_before_it() -> None:
     one, other = named("a" * 64 + "c" * 64), named("b" * 64 + "c" * 64 + "d" * 63)
     assert len(one) == len(other) == 2 and one[1] != other[1]
-    assert named(list(range(33)))[:1] == named(list(range(16)))
 
 
 def test_a_chat_begins_with_its_earlier_turns() -> None:
@@ -82,7 +83,7 @@ def test_usage_tells_of_cached_tokens() -> None:
         assert await cached(session, url, LONG[:128]) == 16, "the last token is always computed"
         await post(session, f"{url}/reset_prefix_cache")
         assert await cached(session, url, LONG) == 0
-        assert [await cached(session, url, list(range(40))) for _ in range(2)] == [0, 32]
+        assert [await cached(session, url, tokens_of("d" * 160)) for _ in range(2)] == [0, 32]
         async with session.get(f"{url}/metrics") as answer:
             text = await answer.text()
         assert 'prefix_cache_hits_total{engine="0",model_name="paced"} 80\n' in text
@@ -284,3 +285,26 @@ def test_a_process_and_its_descendants_are_counted() -> None:
         child.kill()
     assert both[0] >= alone[0] > 0 and both[1] > alone[1] / 2 > 0
     assert route.usage(-1) == (0, 0)
+
+
+def test_faults_are_counted_and_wrong_text_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No router: all requests go to the first server, which alone is slow and is killed."""
+    monkeypatch.setattr(route_faults, "KILLS", 1)
+    monkeypatch.setattr(route_faults, "BACK_S", 0.2)
+    monkeypatch.setattr(route_faults, "SLOW_S", 0.3)
+    monkeypatch.setattr(route_faults, "SLOW_LOAD_S", 0.5)
+    monkeypatch.setattr(random.Random, "sample", lambda self, servers, num: servers[:num])
+
+    async def run(servers: list[Killable]) -> Faults:
+        client = Client(servers[0].url, "paced")
+        return await faults(client, servers, lambda: Client(servers[0].url, "paced"), seed=1)
+
+    with killable(2, ("--token-ms", "2", "--prefill-us", "10", "--blocks", "10000"), tmp_path) as servers:
+        found = asyncio.run(run(servers))
+    assert found.wrong == 0 and found.whole > 10 and found.cut > 0 == found.told
+    assert found.back_s is None, "the second server gets nothing"
+    assert 0.3 < found.slow_ttft_ms / 1e3 < 60 and found.left_s < 60 and found.repeats == 32
+    assert [answer_to("a", 3), answer_to("a" + answer_to("a", 1), 2)] == [
+        answer_to("a", 1) + (rest := answer_to("a" + answer_to("a", 1), 2)),
+        rest,
+    ]

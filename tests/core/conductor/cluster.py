@@ -16,6 +16,7 @@ from isthmus.core.conductor import (
     BlocksStored,
     Conductor,
     Convert,
+    Dismiss,
     Event,
     Fail,
     FetchFinished,
@@ -24,8 +25,10 @@ from isthmus.core.conductor import (
     HoldExpired,
     LinksMeasured,
     LinkState,
+    NodeDrains,
     NodeJoined,
     NodeLeft,
+    NodeStays,
     Paths,
     PrefillFinished,
     Refuse,
@@ -72,6 +75,7 @@ class Cluster:
         self.failures: Counter[RequestId] = Counter()
         self.ended: dict[RequestId, str] = {}
         self.converting: dict[NodeId, Role] = {}
+        self.draining: dict[NodeId, bool] = {}  # nodes that are to leave, and whether they are dismissed
         self.links_up = {(link.source, link.target): True for link in self.rules.links}
         self.thresholds: list[tuple[int, int | None]] = []
         self.told: dict[tuple[RequestId, int], set[NodeId]] = {}  # nodes with an attempt they are to forget
@@ -108,7 +112,7 @@ class Cluster:
 
     def leave(self, node: str) -> list[Action]:
         name = NodeId(node)
-        for books in (self.joined, self.stored, self.converting):
+        for books in (self.joined, self.stored, self.converting, self.draining):
             books.pop(name, None)
         for nodes in self.told.values():
             nodes.discard(name)
@@ -122,6 +126,15 @@ class Cluster:
                 "a request stays on a node that left"
             )
         return actions
+
+    def drains(self, node: str) -> list[Action]:
+        self.draining.setdefault(NodeId(node), False)
+        return self.on(NodeDrains(NodeId(node)))
+
+    def stays(self, node: str) -> None:
+        del self.draining[NodeId(node)]
+        for action in self.on(NodeStays(NodeId(node))):
+            assert isinstance(action, Route | Refuse), "only what is held resumes"
 
     def _needs(self, route: Route, node: NodeId) -> bool:
         """Whether an attempt cannot go on without this node."""
@@ -202,14 +215,17 @@ class Cluster:
         return self.on(FirstToken(name, attempt))
 
     def fetch_finished(self, request: str, attempt: int = 1) -> None:
-        assert self.on(FetchFinished(RequestId(request), attempt)) == []
+        self._no_more_than_dismiss(FetchFinished(RequestId(request), attempt))
 
     def finish_prefill(self, request: str, attempt: int = 1) -> None:
         route = self.routes.get(RequestId(request))
         if route is not None and route.attempt == attempt and route.request not in self.held:
             self.prefilling.pop(route.request, None)
             self.handed_over.add(route.request)
-        assert self.on(PrefillFinished(RequestId(request), attempt)) == []
+        self._no_more_than_dismiss(PrefillFinished(RequestId(request), attempt))
+
+    def _no_more_than_dismiss(self, event: Event) -> None:
+        assert all(isinstance(action, Dismiss) for action in self.on(event))
 
     def end(self, request: str, num_generated: int = 1) -> list[Action]:
         self._end(RequestId(request), "ended")
@@ -244,6 +260,7 @@ class Cluster:
         view = self.conductor.view
         assert not self.told, "an attempt never ended"
         assert not view.requests
+        assert all(self.draining.values()), "a node that nobody needs never leaves"
         for node in view.nodes.values():
             assert not (node.prefills or node.decodes or node.link_in.copies or node.link_out.copies)
             assert (node.work_ns, node.batch, node.context) == (0, 0, 0)
@@ -291,6 +308,11 @@ class Cluster:
                 self.converting[action.node] = action.role
                 rest = [o for o in self.joined.values() if o.cluster == node.cluster and o.node != action.node]
                 assert any(other.role is node.role for other in rest), "the last node of its role"
+            case Dismiss():
+                assert not self.draining[action.node], "once"
+                self.draining[action.node] = True
+                living = [route for name, route in self.routes.items() if name not in self.held]
+                assert not any(self._needs(route, action.node) for route in living), "it is needed"
             case ThresholdSet():
                 assert self.rules.links and isinstance(event, LinksMeasured)
                 assert not self.thresholds or self.thresholds[-1][1] != action.threshold
@@ -311,7 +333,7 @@ class Cluster:
         assert route.attempt <= self.rules.max_attempts + MAX_LOSSES
         prefill, decode = self.joined[route.prefill], self.joined[route.decode]  # alive, then
         assert prefill.role is not Role.DECODE
-        assert not {route.prefill, route.decode} & set(self.converting), "a node about to change its role"
+        assert not {route.prefill, route.decode} & self._busy, "a node about to change its role, or to leave"
         if prefill.cluster != decode.cluster:
             assert self.links_up[prefill.cluster, decode.cluster], "over a link that is down"
             assert decode.role is not Role.PREFILL and prefill.role is Role.PREFILL, (
@@ -337,6 +359,11 @@ class Cluster:
         self.prefilling.pop(route.request, None)
         self.prefilling[route.request] = route
         self.told[route.request, route.attempt] = {route.prefill, route.decode}
+
+    @property
+    def _busy(self) -> set[NodeId]:
+        """Nodes that get no more work."""
+        return {*self.converting, *self.draining}
 
     @property
     def _lend(self) -> bool:
@@ -420,8 +447,7 @@ class Cluster:
             length = facts.num_tokens + facts.max_tokens
             sizes = [self._largest(role) for role in (Role.PREFILL, Role.DECODE)]
             if refuse.code == "too_long":
-                ever = [self._largest(role, busy=True) for role in (Role.PREFILL, Role.DECODE)]
-                assert any(0 < size < length for size in ever) and not refuse.retry_after_ms
+                assert any(0 < size < length for size in sizes) and not refuse.retry_after_ms
             else:
                 assert refuse.code == "unavailable" and refuse.retry_after_ms == self.rules.retry_after_ms
                 parts = not all(sizes) or not all(self.links_up.values())
@@ -452,7 +478,7 @@ class Cluster:
         fit = {
             (joined.cluster, joined.role)
             for joined in self.joined.values()
-            if joined.capacity_tokens >= length and joined.node not in self.converting
+            if joined.capacity_tokens >= length and joined.node not in self._busy
         }
         prefills = {cluster for cluster, role in fit if role is not Role.DECODE}
         reach = {
@@ -466,12 +492,11 @@ class Cluster:
                 return True
         return False
 
-    def _largest(self, role: Role, *, busy: bool = False) -> int:
-        """`busy`: with those about to change their role."""
+    def _largest(self, role: Role) -> int:
         fit = [
             joined.capacity_tokens
             for joined in self.joined.values()
-            if joined.role in (role, Role.MIXED) and (busy or joined.node not in self.converting)
+            if joined.role in (role, Role.MIXED) and joined.node not in self._busy
         ]
         return max(fit, default=0)
 

@@ -14,12 +14,15 @@ from msgspec.structs import replace
 from isthmus.core.conductor import (
     Abort,
     Action,
+    Dismiss,
     Event,
     Fail,
     Hold,
     HoldExpired,
+    NodeDrains,
     NodeJoined,
     NodeLeft,
+    NodeStays,
     Paths,
     Refuse,
     RequestArrived,
@@ -264,12 +267,41 @@ def test_estimates_follow_what_prefills_took() -> None:
     assert some.conductor.view.nodes[NodeId("p1")].work_ns == pytest.approx(30 * MS)
 
 
+def test_a_node_that_is_to_leave_finishes_gets_nothing_new_and_is_dismissed_once() -> None:
+    some = cluster("m1", "m2")
+    assert some.route("a", 10)[0] == "m1" and some.drains("m1") == []
+    assert [some.route(f"r{number}", 10)[0] for number in range(3)] == ["m2"] * 3
+    assert some.first_token("a") == []
+    assert some.end("a") == [Abort(RequestId("a"), 1, (NodeId("m1"),)), Dismiss(NodeId("m1"))]
+    assert some.end("r0") == [Abort(RequestId("r0"), 1, (NodeId("m2"),))]
+    some.leave("m1")
+    assert some.drains("m2") == []
+    assert some.refusal("s").code == "unavailable", "the last one drains"
+    some.stays("m2")
+    assert some.route("t", 10)[0] == "m2"
+    some.drain()
+    assert some.drains("m2") == [Dismiss(NodeId("m2"))], "nothing ran there"
+    some.stays("m2")
+    assert some.route("u", 10)[0] == "m2", "it had not left yet"
+    some.drain()
+
+
+def test_a_request_on_hold_goes_on_when_a_node_stays() -> None:
+    some = cluster("m1", "m2")
+    assert some.route("a", 10)[0] == "m1"
+    some.drains("m2")
+    assert [type(action) for action in some.leave("m1")] == [Abort, Hold]
+    some.stays("m2")
+    assert some.routes[RequestId("a")].prefill == "m2"
+    some.drain()
+
+
 # What holds whatever happens.
 
 
 EVENTS = [
     *["arrive"] * 7, *["first"] * 4, *["whole"] * 3, "end", "end", "cancel", "fail", "late", "fetched", "fetched",
-    "store", "demote", "evict", "join", "leave", "expire", "pass",
+    "store", "demote", "evict", "join", "leave", "drain", "stay", "expire", "pass",
 ]  # fmt: skip
 
 
@@ -308,6 +340,7 @@ def play(some: Cluster, random: Random, num_events: int, start: int = 0) -> None
                 some.evict("nobody", NAMES[0])
                 nobody = NodeId("nobody")
                 assert some.on(NodeLeft(nobody)) == some.on(RoleChanged(nobody, Role.DECODE)) == []
+                assert some.on(NodeDrains(nobody)) == some.on(NodeStays(nobody)) == []
             case "store" if node:
                 some.store(node, *NAMES[: random.randrange(10)])
             case "demote" if node:
@@ -321,6 +354,10 @@ def play(some: Cluster, random: Random, num_events: int, start: int = 0) -> None
                 some.join(name, role, capacity, cluster=cluster, state_blocks=states)
             case "leave" if node:
                 some.leave(node)
+            case "drain" if node:
+                some.drains(node)
+            case "stay" if some.draining:
+                some.stays(random.choice(list(some.draining)))
             case "pass":
                 some.now += random.randint(0, 100) * MS
 
@@ -378,8 +415,11 @@ def test_long_histories_hold_too() -> None:
             seen.update(action.code for action in actions if isinstance(action, Refuse))
             seen.update(action.stage for action in actions if isinstance(action, Refuse))
             seen.update("fetch" for action in actions if isinstance(action, Route) and action.fetch)
+            seen.update("dismissed" for action in actions if isinstance(action, Dismiss))
             seen.update("shed" for action in actions[:-1] if isinstance(action, Refuse))
-    wanted = "ended cancelled failed refused overloaded unavailable too_long prefill decode fetch shed"
+    wanted = (
+        "ended cancelled failed refused overloaded unavailable too_long prefill decode fetch shed dismissed"
+    )
     assert min(seen[name] for name in wanted.split()) >= 15, seen  # the histories are not hollow
 
 

@@ -24,6 +24,7 @@ from isthmus.core.conductor.desk import End as End
 from isthmus.core.conductor.desk import SendOrder as SendOrder
 from isthmus.core.conductor.events import Abort as Abort
 from isthmus.core.conductor.events import Action as Action
+from isthmus.core.conductor.events import Dismiss as Dismiss
 from isthmus.core.conductor.events import Event as Event
 from isthmus.core.conductor.events import Fail as Fail
 from isthmus.core.conductor.events import FirstToken as FirstToken
@@ -32,8 +33,10 @@ from isthmus.core.conductor.events import HoldExpired as HoldExpired
 from isthmus.core.conductor.events import LinkRule as LinkRule
 from isthmus.core.conductor.events import LinksMeasured as LinksMeasured
 from isthmus.core.conductor.events import LinkState as LinkState
+from isthmus.core.conductor.events import NodeDrains as NodeDrains
 from isthmus.core.conductor.events import NodeJoined as NodeJoined
 from isthmus.core.conductor.events import NodeLeft as NodeLeft
+from isthmus.core.conductor.events import NodeStays as NodeStays
 from isthmus.core.conductor.events import Paths as Paths
 from isthmus.core.conductor.events import PromptContent as PromptContent
 from isthmus.core.conductor.events import Refuse as Refuse

@@ -37,14 +37,17 @@ from isthmus.core.conductor.donors import Donors
 from isthmus.core.conductor.events import (
     Abort,
     Action,
+    Dismiss,
     Event,
     Fail,
     FirstToken,
     Hold,
     HoldExpired,
     LinksMeasured,
+    NodeDrains,
     NodeJoined,
     NodeLeft,
+    NodeStays,
     Refuse,
     RequestArrived,
     RequestCancelled,
@@ -55,7 +58,7 @@ from isthmus.core.conductor.eviction_cost import EvictionCost
 from isthmus.core.conductor.lending import Lending
 from isthmus.core.conductor.routing import Router
 from isthmus.core.conductor.view import WAITING, Kept, NodeView, Placement, RequestView, View
-from isthmus.core.types import MEMORY, RequestId, Role
+from isthmus.core.types import MEMORY, NodeId, RequestId, Role
 
 LEAST_WAIT_MS, MOST_WAIT_MS = 10, 1000
 """Wait before placing a request again that found no memory: doubled each time, cut short when another request ends."""
@@ -84,6 +87,7 @@ class Conductor:
         self._eviction_cost = EvictionCost(self.view)
         self._lending = Lending(self.view, rules)
         self._places = ReservedPlaces()
+        self._leaving: dict[NodeId, bool] = {}  # nodes that drain for good, and whether they are dismissed
         self._short: dict[RequestId, None] = {}  # requests that wait for memory, first come first
         self._handlers: dict[type, Callable[..., list[Action]]] = {
             RequestArrived: self._arrive,
@@ -102,6 +106,8 @@ class Conductor:
         }
         self._of_nodes: dict[type, Callable[..., list[Action]]] = {
             NodeLeft: self._node_left,
+            NodeDrains: self._node_drains,
+            NodeStays: self._node_stays,
             RoleChanged: self._role_changed,
             BlocksStored: self._stored,
             BlocksEvicted: self._evicted,
@@ -111,6 +117,10 @@ class Conductor:
     def on(self, event: Event, now: int) -> list[Action]:
         """Takes one event and returns the actions that follow, in order. Mutates the view. Events of attempts that are
         over, and of nodes that left, are void."""
+        actions = self._handle(event, now)
+        return [*actions, *self._dismiss()] if self._leaving else actions
+
+    def _handle(self, event: Event, now: int) -> list[Action]:
         kind, facts = type(event), cast(Any, event)
         if (of_attempt := self._of_attempts.get(kind)) is not None:
             request = self._attempt(facts.request, facts.attempt)
@@ -124,6 +134,9 @@ class Conductor:
         self.view.check()
         self._conversion.check()
         self._donors.check()
+        for name, is_dismissed in self._leaving.items():
+            node = self.view.nodes[name]
+            assert node.draining and (is_dismissed or not self.view.is_idle(node)), "it has drained"
 
     # A request's way.
 
@@ -435,6 +448,7 @@ class Conductor:
         requests = self.view.requests.values()
         fetching = [r for r in requests if any(copy.link_out is node.link_out for copy in r.copies)]
         self.view.leave(node)
+        self._leaving.pop(event.node, None)
         self._conversion.left(node, now)
         self._lending.left(node)
         for request in fetching:  # its node computes what does not come
@@ -442,8 +456,29 @@ class Conductor:
         reason = f"node {event.node} is gone"
         return [action for request in affected for action in self._lost(request, reason, now)]
 
+    def _node_drains(self, node: NodeView, event: NodeDrains, now: int) -> list[Action]:
+        node.draining = True
+        self._leaving.setdefault(event.node, False)
+        self._conversion.left(node, now)
+        self.view.sort_roles()
+        return []
+
+    def _node_stays(self, node: NodeView, event: NodeStays, now: int) -> list[Action]:
+        if self._leaving.pop(event.node, None) is None:
+            return []
+        node.draining = False
+        self.view.sort_roles()
+        return self._resume(now)
+
+    def _dismiss(self) -> list[Dismiss]:
+        """Dismisses the nodes that have drained, each once."""
+        nodes = self.view.nodes
+        drained = [name for name, done in self._leaving.items() if not done and self.view.is_idle(nodes[name])]
+        self._leaving |= dict.fromkeys(drained, True)
+        return [Dismiss(name) for name in drained]
+
     def _role_changed(self, node: NodeView, event: RoleChanged, now: int) -> list[Action]:
-        node.role, node.draining = event.role, False
+        node.role = event.role
         self.view.sort_roles()
         self._conversion.role_changed(node, now)
         return self._resume(now)

@@ -104,16 +104,18 @@ class Conversion:
         return self._ask()
 
     def role_changed(self, node: NodeView, now: int) -> None:
-        """Ends a conversion. The node turns back if it was the last of its old role."""
+        """Ends a conversion. The node turns back if it was the last of its old role; one that is to leave drains on."""
         if node is not self._node:
             return
+        node.draining = False
+        self._view.sort_roles()
         self._end(now)
         if not self._others(node, OTHER[node.role]) and self._others(node, node.role):
             self._begin(node)
 
     def left(self, node: NodeView, now: int) -> None:
-        """Ends the conversion of a node that left, or of one that drains if no other node of its role, no smaller, is
-        left."""
+        """Ends the conversion of a node that left or is to leave; and of one that drains, if no other node of its role,
+        no smaller, is left."""
         drained = self._node
         if drained is node:
             self._end(now)
@@ -123,8 +125,7 @@ class Conversion:
             self._end(now)
 
     def check(self) -> None:
-        draining = [node for node in self._view.nodes.values() if node.draining]
-        assert draining == ([] if self._node is None else [self._node])
+        assert self._node is None or self._node.draining
 
     def _sample(self, now: int) -> None:
         passed_ns = now - self._measured_ns if self._measured_ns >= 0 else self._rules.period_ns
@@ -171,9 +172,9 @@ class Conversion:
         return None
 
     def _others(self, node: NodeView, role: Role, least: NodeView | None = None) -> bool:
-        """Whether another node of the cluster has this role and is no smaller than `least`."""
+        """Whether another node of the cluster has this role, is no smaller than `least`, and stays."""
         return any(
-            other.cluster is node.cluster and other.role is role and other is not node
+            other.cluster is node.cluster and other.role is role and other is not node and not other.draining
             for other in self._view.nodes.values()
             if least is None or other.capacity_tokens >= least.capacity_tokens
         )
@@ -185,9 +186,7 @@ class Conversion:
 
     def _ask(self) -> list[Convert]:
         node = self._node
-        if node is None or self._asked or node.link_in.copies or node.link_out.copies:
-            return []
-        if node.prefills or node.decodes or any(True for _ in self._view.requests_on(node)):
+        if node is None or self._asked or not self._view.is_idle(node):
             return []
         self._asked = True
         return [Convert(node.node, OTHER[node.role])]

@@ -15,6 +15,7 @@ from isthmus.core.conductor.conductor import Conductor
 from isthmus.core.conductor.events import (
     Abort,
     Action,
+    Dismiss,
     Event,
     Fail,
     FirstToken,
@@ -41,7 +42,7 @@ class SendOrder(msgspec.Struct, frozen=True):
 End = Refuse | Fail | RequestEnded | RequestCancelled
 """Each request ends with exactly one of these."""
 
-Answer = Route | Abort | SendOrder | Hold | End | ThresholdSet | Remember | Unremember
+Answer = Route | Abort | SendOrder | Hold | End | Dismiss | ThresholdSet | Remember | Unremember
 
 
 class Desk:

@@ -69,7 +69,7 @@ class Rules(msgspec.Struct, frozen=True):
     reuse_tokens: int = 700
 
 
-RECORDING_FORMAT = 9
+RECORDING_FORMAT = 10
 """Of flight recordings: changes with rules, events and actions of conductor or nodes."""
 
 
@@ -141,6 +141,18 @@ class NodeLeft(msgspec.Struct, frozen=True, tag=True):
     node: NodeId
 
 
+class NodeDrains(msgspec.Struct, frozen=True, tag=True):
+    """A node is to leave: it gets no new request. `Dismiss` follows as soon as no request needs it."""
+
+    node: NodeId
+
+
+class NodeStays(msgspec.Struct, frozen=True, tag=True):
+    """A node that drains is to stay after all."""
+
+    node: NodeId
+
+
 class PromptContent(msgspec.Struct, frozen=True):
     """Digests of a prompt by which others with equal text are found, for requests that may reuse more than their own
     prefix. `pieces`, `stops`: digests and ends of its pieces (`isthmus.core.reuse.cut`); `signature`: of its embedding;
@@ -199,6 +211,8 @@ class RequestCancelled(msgspec.Struct, frozen=True, tag=True):
 Event = (
     NodeJoined
     | NodeLeft
+    | NodeDrains
+    | NodeStays
     | RequestArrived
     | FetchFinished
     | FirstToken
@@ -254,6 +268,12 @@ class Fail(msgspec.Struct, frozen=True, tag=True):
     final: bool = False
 
 
+class Dismiss(msgspec.Struct, frozen=True, tag=True):
+    """Lets a node go that drains: no request needs it any more."""
+
+    node: NodeId
+
+
 class ThresholdSet(msgspec.Struct, frozen=True, tag=True):
     """From now on prompts with more uncached tokens are prefilled in another cluster; None: no prompt is."""
 
@@ -273,4 +293,17 @@ class Unremember(msgspec.Struct, frozen=True, tag=True):
     request: RequestId
 
 
-Action = Route | Refuse | Abort | Hold | Fail | Convert | ThresholdSet | Lend | Repay | Remember | Unremember
+Action = (
+    Route
+    | Refuse
+    | Abort
+    | Hold
+    | Fail
+    | Convert
+    | Dismiss
+    | ThresholdSet
+    | Lend
+    | Repay
+    | Remember
+    | Unremember
+)

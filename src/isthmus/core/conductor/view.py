@@ -352,8 +352,9 @@ class View:
         return [node for node in self.nodes.values() if node.cluster is cluster]
 
     def largest(self, *roles: Role) -> int:
-        """Tokens that the largest node of these roles can hold; 0 without one."""
-        return max((node.capacity_tokens for node in self.nodes.values() if node.role in roles), default=0)
+        """Tokens that the largest node of these roles can hold that does not drain; 0 without one."""
+        working = [node for node in self.nodes.values() if node.role in roles and not node.draining]
+        return max([node.capacity_tokens for node in working], default=0)
 
     # Requests: `unassign` takes back exactly what `assign` added.
 
@@ -492,6 +493,12 @@ class View:
             holds = node in request.growth or any(node in held.holders for held in request.held)
             if request.decode is node or handing or holds:
                 yield request
+
+    def is_idle(self, node: NodeView) -> bool:
+        """Whether no request needs `node`, and nothing is copied to it or from it."""
+        if node.prefills or node.decodes or node.link_in.copies or node.link_out.copies:
+            return False
+        return not any(True for _ in self.requests_on(node))
 
     def check(self) -> None:
         """Asserts that loads of nodes and links are the sums over requests."""

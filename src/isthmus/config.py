@@ -12,9 +12,10 @@ import re
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -61,6 +62,30 @@ def parse_bytes(value: Any) -> int:
 
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
+
+
+MANY_SERVERS = ("dns+http://", "k8s://")
+"""Beginnings of entries of `servers` that are looked up, and stand for any number of servers."""
+_HOST = r"[\w.-]+|\[[0-9a-fA-F:.]+\]"
+_SERVER = re.compile(rf"(https?://(?:{_HOST})(?::\d{{1,5}})?)(?:/v1)?/?", re.ASCII)
+_LABEL = r"[A-Za-z0-9][\w./-]*=[A-Za-z0-9][\w.-]*"
+_SERVERS = re.compile(
+    rf"dns\+http://[\w.-]+:\d{{1,5}}|k8s://[a-z0-9-]+/{_LABEL}(?:,{_LABEL})*:\d{{1,5}}", re.ASCII
+)
+
+
+def server_entry(given: str) -> str:
+    """Returns an entry of `servers` in its one spelling: a URL without its path, or a name that is looked up. Raises
+    ValueError."""
+    text = given if "://" in given else f"http://{given}"
+    found = _SERVERS.fullmatch(text)
+    entry = found[0] if found else found[1] if (found := _SERVER.fullmatch(text)) else ""
+    port = re.search(r":(\d+)$", entry)
+    if not entry or (port is not None and not 0 < int(port[1]) < 1 << 16):
+        raise ValueError(
+            f"{given!r} is no server: write http://HOST:PORT, dns+http://NAME:PORT or k8s://NAMESPACE/LABEL=VALUE:PORT"
+        )
+    return entry
 
 
 def _count(value: Any) -> Any:
@@ -131,6 +156,9 @@ class _Choice(_Section):
     @property
     def parameters(self) -> tuple[tuple[str, float], ...]:
         return tuple(self.__pydantic_extra__.items())
+
+
+Server = Annotated[str, AfterValidator(server_entry)]
 
 
 class PolicyConfig(_Choice):
@@ -372,7 +400,7 @@ class HttpsConfig(_Section):
         return self
 
 
-def _origins(value: Any) -> Any:
+def _listed(value: Any) -> Any:
     """`origins: https://chat.example.com` is short for a list of one."""
     return [value] if isinstance(value, str) else value
 
@@ -380,7 +408,7 @@ def _origins(value: Any) -> Any:
 class CorsConfig(_Section):
     """`origins`: None is any page where requests need a key, else pages of this machine."""
 
-    origins: Annotated[tuple[str, ...], BeforeValidator(_origins)] | None = None
+    origins: Annotated[tuple[str, ...], BeforeValidator(_listed)] | None = None
 
     @field_validator("origins")
     @classmethod
@@ -460,6 +488,7 @@ class Config(_Section):
     model: str | None = None
     served_model_name: str | None = None
     tool_format: Literal["auto", "hermes", "llama3", "qwen_coder", "mistral"] = "auto"
+    servers: Annotated[tuple[Server, ...], BeforeValidator(_listed)] = ()
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535)
     placement: Literal["local", "ray", "join"] = "local"
@@ -485,6 +514,15 @@ class Config(_Section):
     join_port: int = Field(0, ge=0, le=65535)
     token: str | None = None
     auth: AuthConfig = Field(AuthConfig(), exclude=True, repr=False)
+
+    @model_validator(mode="after")
+    def _servers_fit(self) -> Config:
+        for option in Config.model_fields if self.servers else ():
+            if option in self.model_fields_set - _OF_ROUTERS:
+                raise ValueError(
+                    f"{option}: is of nodes that Isthmus starts, and servers run already; leave one out"
+                )
+        return self
 
     @model_validator(mode="after")
     def _chunking_fits(self) -> Config:
@@ -595,6 +633,25 @@ class Config(_Section):
                 raise ValueError(f"links: {' and '.join(link.between)} need one link, between two clusters")
             joined.add(frozenset(link.between))
         return self
+
+
+_OF_ROUTERS = frozenset(
+    (
+        "servers",
+        "host",
+        "port",
+        "policy",
+        "scheduling",
+        "slo",
+        "limits",
+        "auth",
+        "cors",
+        "https",
+        "record",
+        "token",
+    )
+)
+"""Options that may stand beside `servers`."""
 
 
 def load_config(path: Path | None, overrides: dict[str, Any]) -> Config:
@@ -790,6 +847,25 @@ def key_digest(key: str) -> str:
 def vllm_key() -> str | None:
     """API key of an attached vLLM server: `$VLLM_API_KEY`, which vLLM itself reads."""
     return os.environ.get("VLLM_API_KEY") or None
+
+
+class Kubernetes(NamedTuple):
+    """How a pod asks its cluster. `folder`: of its service account's token and of the authority's certificate."""
+
+    address: str
+    folder: str
+
+
+SERVICE_ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
+
+
+def kubernetes() -> Kubernetes | None:
+    """How to ask the Kubernetes cluster that this process runs in; None outside one."""
+    host = os.environ.get("KUBERNETES_SERVICE_HOST")
+    port = os.environ.get("KUBERNETES_SERVICE_PORT_HTTPS") or os.environ.get("KUBERNETES_SERVICE_PORT", "443")
+    return (
+        Kubernetes(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", SERVICE_ACCOUNT) if host else None
+    )
 
 
 def visible_devices() -> str | None:

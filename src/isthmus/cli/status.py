@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from isthmus.live.gateway.status import NodeStatus, OffloadStatus, RouterStatus, Status
+from isthmus.live.gateway.status import NodeStatus, OffloadStatus, RouterStatus, ServerStatus, Status
 from isthmus.sheet import Column, Sheet, Source, texts
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -37,7 +37,7 @@ def status_sheets(status: Status | RouterStatus, url: str) -> list[Sheet]:
 def _servers(status: RouterStatus, url: str) -> Sheet:
     columns: list[tuple[Column, Source]] = [
         (Column("server", left=True), "server"),
-        (Column("state", left=True), lambda server: "up" if server.up else "DOWN"),
+        (Column("state", left=True), _server_state),
         (Column("kind", left=True), lambda server: server.kind or None),
         (Column("models", left=True), lambda server: ", ".join(server.models) or None),
         (Column("KV tokens, told"), lambda server: server.kv_tokens or None),
@@ -55,6 +55,10 @@ def _servers(status: RouterStatus, url: str) -> Sheet:
     ]
     num_up = sum([server.up for server in status.servers])
     return Sheet.of(f"Router at {url}: {num_up} of {len(status.servers)} servers", columns, status.servers)
+
+
+def _server_state(server: ServerStatus) -> str:
+    return "draining" if server.draining else "up" if server.up else "DOWN"
 
 
 def _headline(status: Status, url: str) -> str:

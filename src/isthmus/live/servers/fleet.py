@@ -1,7 +1,8 @@
 """The plain servers behind a router: what each says of itself, whether it lives, and the conductor that it belongs to.
 
 Servers that list the same models form a pool with a conductor of its own. A server is asked for a sign of life every
-`PROBE_S`; one without is left, and taken in again when it answers.
+`PROBE_S`; one without is left, and taken in again when it answers. A server that is no longer wanted (`Fleet.want`)
+drains: it gets no new requests, and is removed when those that it has have ended.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection
 from functools import lru_cache, partial
 from typing import Any
 
@@ -19,11 +20,11 @@ import aiohttp
 
 from isthmus.core import conductor
 from isthmus.core.blocks import BlockNamer, KVLayout
-from isthmus.core.errors import RequestError, StartError, UnavailableError
+from isthmus.core.errors import RequestError, UnavailableError
 from isthmus.core.node.plain_server import PlainServer
 from isthmus.core.types import MIXED, BlockName, NodeId, PassedRequest, RequestId
 from isthmus.live.cluster.recorder import Recorder
-from isthmus.live.servers.plain import Description, PlainClient, is_ours, refuses, said
+from isthmus.live.servers.plain import Description, PlainClient, is_ours, new_session, refuses, said
 
 log = logging.getLogger(__name__)
 
@@ -44,13 +45,21 @@ Decide = Callable[["Pool", conductor.Event], None]
 
 
 class Server:
-    """One server: what it says of itself, what it does, and what its cache is believed to hold."""
+    """One server: what it says of itself, what it does, and what its cache is believed to hold.
 
-    def __init__(self, node: NodeId, url: str, key: str | None) -> None:
-        self.node, self.client = node, PlainClient(url, key)
+    `pool`: None while it is not used; `home`: its last one; `is_draining`: it is not wanted any more; `reason`: why it
+    was not taken in."""
+
+    def __init__(self, node: NodeId, client: PlainClient) -> None:
+        self.node, self.client = node, client
         self.description: Description | None = None
         self.belief = PlainServer(node, 0)
-        self.pool: Pool | None = None  # None while it is not used
+        self.pool: Pool | None = None
+        self.home: Pool | None = None
+        self.is_draining = False
+        self.reason = ""
+        self.looked = asyncio.Event()
+        self.watching: asyncio.Task[None] | None = None
         self.running: set[RequestId] = set()
         self.heard_s = 0.0
         self.counts: Counter[str] = Counter()
@@ -59,9 +68,13 @@ class Server:
         """Takes a sign of life."""
         self.heard_s = time.monotonic()
 
+    @property
+    def takes_requests(self) -> bool:
+        return self.pool is not None and not self.is_draining
+
     def gauges(self) -> dict[str, float]:
         return {
-            "server_up": float(self.pool is not None),
+            "server_up": float(self.takes_requests),
             "server_requests_running": len(self.running),
             "server_cache_blocks": self.belief.num_blocks,
             "server_cache_capacity_blocks": self.belief.capacity_blocks,
@@ -97,7 +110,6 @@ class Fleet:
 
     def __init__(
         self,
-        urls: Sequence[str],
         rules: conductor.Rules,
         *,
         rejoin_s: float,
@@ -105,40 +117,84 @@ class Fleet:
         new_recorder: Callable[[int], Recorder] | None,
         decide: Decide,
     ) -> None:
-        self.servers = {NodeId(url): Server(NodeId(url), url, key) for url in urls}
+        self.servers: dict[NodeId, Server] = {}
         self._pools: dict[tuple[str, ...], Pool] = {}
         self._rules, self._rejoin_ms, self._decide = rules, round(rejoin_s * 1000), decide
-        self._new_recorder = new_recorder
+        self._key, self._new_recorder = key, new_recorder
         self._recorders: list[Recorder] = []
+        self._watching: set[asyncio.Task[None]] = set()
+        self._session: aiohttp.ClientSession | None = None
 
     @contextlib.asynccontextmanager
     async def run(self) -> AsyncGenerator[None]:
-        """Asks all servers what they are, then watches them inside the context. Raises StartError if none answers."""
+        """Watches the servers that are wanted, inside the context."""
+        self._session = new_session()
         try:
-            found = await asyncio.gather(*[self._look(server) for server in self.servers.values()])
-            if not any(not reason for reason in found):
-                raise StartError("no server answers: " + "; ".join(found))
-            loop = asyncio.get_running_loop()
-            watching = [loop.create_task(self._watch(server)) for server in self.servers.values()]
-            try:
-                yield
-            finally:
-                for task in watching:
-                    task.cancel()
-                await asyncio.gather(*watching, return_exceptions=True)
+            yield
         finally:
-            await asyncio.gather(*[server.client.close() for server in self.servers.values()])
+            watching = [*self._watching]
+            for task in watching:
+                task.cancel()
+            await asyncio.gather(*watching, return_exceptions=True)
+            await self._session.close()
             for recorder in self._recorders:
                 recorder.close()
 
+    def want(self, urls: Collection[str]) -> None:
+        """Makes these the servers, inside `run`. New ones join as soon as they say what they are, and others drain; one
+        that drains and is wanted again stays."""
+        for node in map(NodeId, urls):
+            server = self.servers.get(node)
+            if server is None:
+                self._add(node)
+            elif server.is_draining and server.pool is not None:
+                server.is_draining = False
+                self._decide(server.pool, conductor.NodeStays(node))
+        for server in list(self.servers.values()):
+            if server.node not in urls and not server.is_draining:
+                self._drain(server)
+
+    def _add(self, node: NodeId) -> None:
+        assert self._session is not None, "outside `run`"
+        server = self.servers[node] = Server(node, PlainClient(node, self._key, self._session))
+        server.watching = asyncio.get_running_loop().create_task(self._watch(server))
+        self._watching.add(server.watching)
+        server.watching.add_done_callback(self._watching.discard)
+
+    def _drain(self, server: Server) -> None:
+        server.is_draining = True
+        if server.pool is None:
+            self._remove(server)
+        else:
+            self._decide(server.pool, conductor.NodeDrains(server.node))
+
+    def dismiss(self, node: NodeId) -> None:
+        """Takes leave of a server that has drained."""
+        server = self.servers[node]
+        assert server.is_draining and server.pool is not None
+        pool, server.pool = server.pool, None
+        self._decide(pool, conductor.NodeLeft(node))
+        self._remove(server)
+
+    def _remove(self, server: Server) -> None:
+        assert server.is_draining and server.watching is not None
+        del self.servers[server.node]
+        server.watching.cancel()
+        server.looked.set()
+
+    async def looked_at(self, urls: Collection[str]) -> None:
+        """Returns when each of these servers has been asked what it is, or is removed."""
+        for server in [self.servers[node] for node in map(NodeId, urls) if node in self.servers]:
+            await server.looked.wait()
+
     @property
     def healthy(self) -> bool:
-        return any(server.pool is not None for server in self.servers.values())
+        return any(server.takes_requests for server in self.servers.values())
 
     def models(self) -> list[dict[str, Any]]:
         found: dict[str, dict[str, Any]] = {}
         for server in self.servers.values():
-            if server.pool is not None and server.description is not None:
+            if server.takes_requests and server.description is not None:
                 found |= {
                     str(each["id"]): each for each in server.description.models if each["id"] not in found
                 }
@@ -161,32 +217,34 @@ class Fleet:
                 else {}
             )
             counts = {name.removeprefix("server_"): round(value) for name, value in server.gauges().items()}
-            found.append({"server": str(server.node), **counts, "up": server.pool is not None, **known})
+            state = {"up": server.pool is not None, "draining": server.is_draining}
+            found.append({"server": str(server.node), **counts, **state, **known})
         return found
 
     def lines(self) -> list[str]:
         """Returns a line for each server: what it says of itself."""
-        found = []
-        for server in self.servers.values():
-            told = server.description
-            if told is None:
-                found.append(f"{server.node}: does not answer; it is asked every {PROBE_S:g} s")
-                continue
-            memory = (
-                f"{told.kv_tokens:,} tokens of KV memory" if told.kv_tokens else "does not say its KV memory"
-            )
-            found.append(
-                ": ".join([str(server.node), ", ".join([*told.names, *filter(None, [told.kind]), memory])])
-            )
-        return found
+        return [self.line(str(node)) for node in self.servers]
+
+    def line(self, url: str) -> str:
+        """Returns what a server says of itself, and what becomes of it."""
+        server = self.servers.get(NodeId(url))
+        if server is None:
+            return f"{url}: is removed"
+        told = server.description
+        if server.is_draining:
+            return f"{url}: gets no new requests, and is removed when {len(server.running)} have ended"
+        if told is None:
+            return f"{url}: does not answer; it is asked every {PROBE_S:g} s"
+        memory = f"{told.kv_tokens:,} tokens of KV memory" if told.kv_tokens else "does not say its KV memory"
+        return ": ".join([url, ", ".join([*told.names, *filter(None, [told.kind]), memory])])
 
     def pool_of(self, model: str) -> Pool:
         """Returns the pool that serves a model; the only one, whose servers know best, for any name. Raises
         RequestError or UnavailableError."""
-        live = [pool for pool in self._pools.values() if pool.desk.conductor.view.nodes] or [
-            *self._pools.values()
-        ]
-        for pools in (live, self._pools.values()):  # a server that left may come back
+        homes = dict.fromkeys(server.home for server in self.servers.values())
+        known_pools = [pool for pool in homes if pool is not None]
+        live = [pool for pool in known_pools if pool.desk.conductor.view.prefills] or known_pools
+        for pools in (live, known_pools):  # a server that left may come back
             for pool in pools:
                 if model in pool.models:
                     return pool
@@ -210,6 +268,8 @@ class Fleet:
             log.warning("%s is left: %s", server.node, reason)
             server.counts["leaves"] += 1
             self._decide(pool, conductor.NodeLeft(server.node))
+            if server.is_draining:
+                self._remove(server)
 
     def _new_pool(self, models: tuple[str, ...]) -> Pool:
         if self._new_recorder is not None:
@@ -230,7 +290,7 @@ class Fleet:
         models = tuple(sorted(description.names))
         if models not in self._pools:
             self._pools[models] = self._new_pool(models)
-        server.pool = self._pools[models]
+        server.pool = server.home = self._pools[models]
         self._decide(
             server.pool,
             conductor.NodeJoined(
@@ -240,17 +300,20 @@ class Fleet:
         return ""
 
     async def _watch(self, server: Server) -> None:
-        """Asks for a sign of life every `PROBE_S`; leaves a server without one, and takes in one that is back."""
+        """Asks what a server is, and for a sign of life every `PROBE_S`; leaves a server without one, and takes in one
+        that is back."""
         while True:
-            await asyncio.sleep(PROBE_S)
             try:
                 await self._probe(server)
             except Exception:  # a bug of ours ends no watch
                 log.exception("%s: a probe failed", server.node)
+            server.looked.set()
+            await asyncio.sleep(PROBE_S)
 
     async def _probe(self, server: Server) -> None:
         if server.pool is None:
-            if not await self._look(server):
+            server.reason = await self._look(server)
+            if server.looked.is_set() and not server.reason:
                 log.warning("%s is back", server.node)
             return
         if time.monotonic() - server.heard_s < PROBE_S:

@@ -104,23 +104,24 @@ class Response:
             self._response.close()
 
 
+def new_session() -> aiohttp.ClientSession:
+    """Returns a session for the clients of all servers, in an event loop."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S),
+        cookie_jar=aiohttp.DummyCookieJar(),  # cookies are the clients'
+        max_field_size=1 << 16,
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+        auto_decompress=False,
+        read_bufsize=1 << 16,
+        skip_auto_headers=("User-Agent", "Accept-Encoding", "Accept", "Content-Type"),
+    )
+
+
 class PlainClient:
-    """Client of the server at `url`, in an event loop. `key`: an API key, in place of the clients' own."""
+    """Client of the server at `url`. `key`: an API key, in place of the clients' own."""
 
-    def __init__(self, url: str, key: str | None = None) -> None:
-        self.url, self._key = url.rstrip("/"), key
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S),
-            cookie_jar=aiohttp.DummyCookieJar(),  # cookies are the clients'
-            max_field_size=1 << 16,
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
-            auto_decompress=False,
-            read_bufsize=1 << 16,
-            skip_auto_headers=("User-Agent", "Accept-Encoding", "Accept", "Content-Type"),
-        )
-
-    async def close(self) -> None:
-        await self._session.close()
+    def __init__(self, url: str, key: str | None, session: aiohttp.ClientSession) -> None:
+        self.url, self._key, self._session = url.rstrip("/"), key, session
 
     async def describe(self) -> Description:
         """Asks the server what it is. Raises aiohttp.ClientError, OSError, TimeoutError, or ValueError if it does not

@@ -18,13 +18,15 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from isthmus.config import server_entry
 from isthmus.core import conductor
 from isthmus.core.attempts import RequestFailed
-from isthmus.core.errors import IsthmusError, RequestError, UnavailableError
+from isthmus.core.errors import IsthmusError, RequestError, StartError, UnavailableError
 from isthmus.core.types import NS_PER_S, PassedRequest, RequestId, sharing
 from isthmus.live.cluster.recorder import Recorder
 from isthmus.live.cluster.streams import refusal
 from isthmus.live.servers.fleet import BLOCK_TOKENS, Fleet, Pool, Server
+from isthmus.live.servers.members import Members
 from isthmus.live.servers.plain import Response, said
 
 UNSAID_TOKENS = 256
@@ -74,17 +76,18 @@ class _Open:
 
 
 class Router:
-    """Plain servers by URL, for the gateway (`isthmus.live.gateway.passing.PassingBackend`), in one event loop.
+    """Plain servers, for the gateway (`isthmus.live.gateway.passing.PassingBackend`), in one event loop.
 
-    `rules`: of the conductor; `rejoin_s`: how long requests wait for a server that comes back; `key`: an API key that
-    the servers ask for; `new_recorder`: makes the recorder of the pool of a number, None where nothing is recorded;
-    `alias_of`: the name of a tenant for the conductor.
+    `rules`: of the conductor; `entries`: URLs, and names of several servers (`members.py`); `rejoin_s`: how long
+    requests wait for a server that comes back; `key`: an API key that the servers ask for; `new_recorder`: makes the
+    recorder of the pool of a number, None where nothing is recorded; `alias_of`: the name of a tenant for the
+    conductor.
     """
 
     def __init__(
         self,
         rules: conductor.Rules,
-        urls: Sequence[str],
+        entries: Sequence[str],
         *,
         rejoin_s: float,
         key: str | None = None,
@@ -93,15 +96,20 @@ class Router:
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._alias_of, self._clock_ns = alias_of, clock_ns
-        self._fleet = Fleet(
-            urls, rules, rejoin_s=rejoin_s, key=key, new_recorder=new_recorder, decide=self._decide
-        )
+        self._fleet = Fleet(rules, rejoin_s=rejoin_s, key=key, new_recorder=new_recorder, decide=self._decide)
+        self._members = Members(entries, self._fleet.want)
         self._open: dict[RequestId, _Open] = {}
 
     @contextlib.asynccontextmanager
     async def run(self) -> AsyncGenerator[None]:
         """Asks all servers what they are, then serves inside the context. Raises StartError if none answers."""
-        async with self._fleet.run():
+        async with self._fleet.run(), self._members.run():
+            servers = self._fleet.servers
+            await self._fleet.looked_at(list(servers))
+            if not any(server.pool is not None for server in servers.values()):
+                reasons = [f"{entry}: {reason}" for entry, reason in self._members.reasons.items()]
+                reasons += [server.reason for server in servers.values()]
+                raise StartError("no server answers: " + "; ".join(reasons))
             try:
                 yield
             finally:
@@ -125,6 +133,26 @@ class Router:
         """Returns a line for each server: what it says of itself."""
         return self._fleet.lines()
 
+    def change(self, *, add: Sequence[str], remove: Sequence[str]) -> None:
+        """Adds entries and removes others; servers that no entry stands for any more drain. Raises RequestError, and
+        changes nothing, if one to remove is not there."""
+        self._members.change(add=add, remove=remove)
+
+    async def change_servers(self, add: Sequence[str], remove: Sequence[str]) -> list[str]:
+        """Does as `change`, for an operator. Returns a line for each server that this concerns, as soon as new ones
+        have been asked what they are. Raises RequestError, also for what is no entry."""
+        try:
+            add, remove = [[*map(server_entry, entries)] for entries in (add, remove)]
+        except ValueError as error:
+            raise RequestError(str(error)) from None
+        members, concerned = self._members, [url for entry in remove for url in self._members.urls(entry)]
+        self.change(add=add, remove=remove)
+        await members.looked_up(add)
+        concerned += [url for entry in add for url in members.urls(entry)]
+        await self._fleet.looked_at(concerned)
+        failed = [f"{entry}: {members.reasons[entry]}" for entry in add if entry in members.reasons]
+        return failed + [self._fleet.line(url) for url in concerned]
+
     async def forward(self, passed: PassedRequest) -> PassedBack:
         """Passes a request on, to as many servers one after another as the conductor's rules allow."""
         pool = self._fleet.pool_of(passed.model)
@@ -139,7 +167,7 @@ class Router:
                 passed.priority, passed.ttft_ms, passed.tbt_ms, weight=passed.weight,
             ),
         )  # fmt: skip
-        attempt, last = 0, None
+        attempt, last = 0, None  # a server and its error, to pass back if none answers better
         try:
             while True:
                 try:
@@ -147,8 +175,11 @@ class Router:
                 except UnavailableError:
                     if last is None:
                         raise
-                    return PassedBack(self, request, self._fleet.servers[route.prefill], last)
-                attempt, server = route.attempt, self._fleet.servers[route.prefill]
+                    return PassedBack(self, request, *last)
+                attempt = route.attempt
+                if pool.desk.under_way(passed.request, attempt) is None:
+                    continue  # its server has left since
+                server = self._fleet.servers[route.prefill]
                 response = await self._send(request, server, route)
                 if response is None:
                     continue
@@ -158,8 +189,8 @@ class Router:
                     continue
                 if response.status in RETRIED:
                     if last is not None:
-                        last.abort()
-                    last = response
+                        last[1].abort()
+                    last = (server, response)
                     self._failed(request, server, route, f"{server.node} answered HTTP {response.status}")
                     continue
                 self._begun(request, server, route, is_computed=response.status == 200)
@@ -167,12 +198,12 @@ class Router:
                     response.abort()
                     raise request.error
                 if last is not None:
-                    last.abort()
+                    last[1].abort()
                 return PassedBack(self, request, server, response)
         except BaseException:
             self._decide(pool, conductor.RequestCancelled(passed.request))
             if last is not None:
-                last.abort()
+                last[1].abort()
             raise
 
     async def _send(self, request: _Open, server: Server, route: conductor.Route) -> Response | None:
@@ -236,6 +267,8 @@ class Router:
                     answer.request,
                     RequestError(answer.reason) if answer.final else UnavailableError(answer.reason),
                 )
+            case conductor.Dismiss():
+                self._fleet.dismiss(answer.node)
             case conductor.RequestEnded() | conductor.RequestCancelled():
                 self._open.pop(answer.request)
 

@@ -33,7 +33,7 @@ from isthmus.live.gateway.tools import FORMATS
 
 # Adding an option means adding it here, and saying in the commit why it must exist.
 OPTIONS = """
-model served_model_name tool_format host port policy.name record placement join_host join_port token
+model served_model_name tool_format servers host port policy.name record placement join_host join_port token
 ray.spread
 links offload.routing offload.threshold offload.cache offload.control offload.convert offload.cool_down_s
 offload.period_s

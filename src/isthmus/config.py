@@ -36,7 +36,7 @@ LENDINGS = ("none", "isthmus")
 _NAME = re.compile(r"(?!x-)[a-zA-Z][a-zA-Z0-9-]*")
 _KEY = re.compile(r"[!-~]{1,512}")
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\sA-Z*?#]+")
-_KEY_VARIABLE, _TOKEN_VARIABLE = "ISTHMUS_API_KEY", "ISTHMUS_TOKEN"
+_KEY_VARIABLE, _TOKEN_VARIABLE, _SERVER_VARIABLE = "ISTHMUS_API_KEY", "ISTHMUS_TOKEN", "ISTHMUS_SERVER_KEY"
 _RAYS = ("RAY_", "SPT_NOENV", "PYTHONBREAKPOINT")
 """Prefixes of the variables that Ray sets for its workers, its token among them."""
 _SECRETS = ("auth", "token")
@@ -800,10 +800,15 @@ def cluster_token() -> str | None:
     return os.environ.get(_TOKEN_VARIABLE) or None
 
 
-def api_key(option: str, given: str | None = None) -> str | None:
-    """The key `given` by `option`, else `$ISTHMUS_API_KEY`. Raises ConfigError, which never quotes the key."""
+def server_key_of(given: str | None) -> str | None:
+    """The key that servers behind a router ask for: `given` by --server-key, else `$ISTHMUS_SERVER_KEY`."""
+    return api_key("--server-key", given, _SERVER_VARIABLE)
+
+
+def api_key(option: str, given: str | None = None, variable: str = _KEY_VARIABLE) -> str | None:
+    """The key `given` by `option`, else the environment's. Raises ConfigError, which never quotes the key."""
     if given is None:
-        option, given = _KEY_VARIABLE, os.environ.get(_KEY_VARIABLE)
+        option, given = variable, os.environ.get(variable)
     if given is not None and not _KEY.fullmatch(given):
         raise ConfigError(f"{option}: a key is 1 to 512 letters, digits and signs of ASCII, without spaces")
     return given
@@ -890,6 +895,6 @@ def child_environment(threads: int) -> dict[str, str]:
     token are left out, so that programs which a node starts cannot see them; of Ray's variables only the visible
     devices are kept.
     """
-    hidden = (_KEY_VARIABLE, _TOKEN_VARIABLE, *_RAYS)
+    hidden = (_KEY_VARIABLE, _TOKEN_VARIABLE, _SERVER_VARIABLE, *_RAYS)
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
     return inherited | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}

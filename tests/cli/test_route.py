@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import pytest
 from openai import OpenAI
 
@@ -36,24 +40,32 @@ def servers() -> Iterator[list[FakeServer]]:
     loop.close()
 
 
-def test_openai_s_client_before_two_servers(
-    isthmus: Command, servers: list[FakeServer], tmp_path: Path
-) -> None:
-    log = tmp_path / "log"
+@contextlib.contextmanager
+def routing(folder: Path, *arguments: object) -> Iterator[tuple[str, Path, subprocess.Popen[bytes]]]:
+    """A router in a process of its own: its URL, what it says, the process."""
+    log = folder / "log"
     with log.open("wb") as sink:
-        urls = [servers[0].url.removeprefix("http://"), servers[1].url + "/v1/"]
         process = subprocess.Popen(
-            command("route", *urls, "--port", "0", "--record", str(tmp_path / "flight.jsonl")),
-            stdout=sink,
-            stderr=subprocess.STDOUT,
+            command("route", *map(str, arguments), "--port", "0"), stdout=sink, stderr=subprocess.STDOUT
         )
     try:
         until = time.monotonic() + START_S
-        while " to 2 servers (ready" not in log.read_text():
+        while " servers (ready" not in log.read_text():
             assert process.poll() is None and time.monotonic() < until, log.read_text()
             time.sleep(0.05)
+        yield log.read_text().split(" routes ")[1].split()[0], log, process
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(LIMIT_S) == 0, log.read_text()
+
+
+def test_openai_s_client_before_two_servers(
+    isthmus: Command, servers: list[FakeServer], tmp_path: Path
+) -> None:
+    urls = [servers[0].url.removeprefix("http://"), servers[1].url + "/v1/"]
+    with routing(tmp_path, *urls, "--record", tmp_path / "flight.jsonl") as (url, log, _):
+        assert " to 2 servers " in log.read_text()
         assert log.read_text().count("m, vllm, 1,024 tokens of KV memory") == 2
-        url = log.read_text().split(" routes ")[1].split()[0]
         with OpenAI(base_url=f"{url}/v1", api_key="of-client") as client:
             assert [model.id for model in client.models.list()] == ["m"]
             for _ in range(3):
@@ -68,9 +80,6 @@ def test_openai_s_client_before_two_servers(
         assert sorted(len(server.bodies) for server in servers) == [0, 3], "one prompt, one cache"
         code, out, _ = isthmus("status", "--url", url)
         assert code == 0 and "2 of 2 servers" in out and servers[0].url in out and "80.0" in out
-    finally:
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(LIMIT_S) == 0, log.read_text()
     code, out, _ = isthmus("replay", str(tmp_path / "flight.jsonl"))
     assert code == 0 and out.endswith("events, identical decisions\n")
     code, out, _ = isthmus(
@@ -83,15 +92,135 @@ def test_openai_s_client_before_two_servers(
     assert code == 0 and "3" in out
 
 
+def ask_until(url: str, number: int, over: threading.Event, ended: list[str]) -> None:
+    """Asks one question after another; adds what each is answered with."""
+    with OpenAI(base_url=f"{url}/v1", api_key="of-client", max_retries=0) as client:
+        for turn in itertools.count():
+            chunks = client.chat.completions.create(
+                model="m",
+                messages=[{"role": "user", "content": f"{number} {turn} An old story of the sea. "}],
+                stream=True,
+            )
+            ended.append("".join(each.choices[0].delta.content or "" for each in chunks if each.choices))
+            if over.is_set():
+                return
+
+
+def test_servers_come_and_go_under_load(
+    isthmus: Command, servers: list[FakeServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the operator and by the file: every request that was begun ends whole."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = tmp_path / "route.yaml"
+    one, other = servers[0].url, servers[1].url
+    file.write_text(f"servers: {one}\nlimits: {{rejoin_s: 5}}\n")
+    ended: list[str] = []
+    over = threading.Event()
+    with routing(tmp_path, "--config", file) as (url, log, process), ThreadPoolExecutor(6) as pool:
+
+        def wait_until(holds: Callable[[], bool]) -> None:
+            until = time.monotonic() + LIMIT_S
+            while not holds():
+                assert time.monotonic() < until, log.read_text()
+                time.sleep(0.01)
+
+        def more_end() -> None:
+            """Several requests begin and end after what was done last."""
+            count = len(ended)
+            wait_until(lambda: len(ended) >= count + 20)
+
+        def names(*urls: str) -> bool:
+            return {each["server"] for each in httpx.get(f"{url}/status").json()["servers"]} == set(urls)
+
+        def file_names(*urls: str) -> None:
+            file.write_text("servers:\n" + "".join(f"- {each}\n" for each in urls) + "limits: {rejoin_s: 5}\n")
+            process.send_signal(signal.SIGHUP)
+            wait_until(lambda: names(*urls))
+
+        def changed(verb: str, *urls: str) -> str:
+            code, out, err = isthmus("route", verb, *urls, "--to", url)
+            assert code == 0, err
+            return out
+
+        asking = [pool.submit(ask_until, url, number, over, ended) for number in range(6)]
+        try:
+            more_end()
+            for _ in range(3):
+                assert changed("add", other) == f"{other}: m, vllm, 1,024 tokens of KV memory\n"
+                more_end()
+                assert changed("remove", one).startswith(f"{one}: ")
+                more_end()
+                changed("add", one)
+                assert changed("remove", other).startswith(f"{other}: ")
+            wait_until(lambda: names(one))
+            for _ in range(3):
+                file_names(one, other)
+                more_end()
+                file_names(other)
+                more_end()
+                file_names(one)
+            file.write_text("servers: [ftp://typo]\n")
+            process.send_signal(signal.SIGHUP)
+            wait_until(lambda: "the servers stay as they are" in log.read_text())
+            more_end()
+            assert names(one)
+        finally:
+            over.set()
+        for each in asking:
+            each.result(LIMIT_S)
+        assert set(ended) == {"".join(WORDS)}
+        assert sum(len(server.bodies) for server in servers) == len(ended), (
+            "a request was sent twice, or not at all"
+        )
+        assert min(len(server.bodies) for server in servers) >= 20
+        code, _, err = isthmus("route", "remove", "http://nobody:1", "--to", url)
+        assert code and f"{url}: http://nobody:1 is not here; there are {one}" in err
+        monkeypatch.setenv("ISTHMUS_TOKEN", "of another router")
+        code, _, err = isthmus("route", "add", other, "--to", url)
+        assert code and "this needs the operator's token" in err and err.count("\n") == 1
+
+
+def test_serve_takes_a_file_of_servers_and_tells_mixtures(
+    isthmus: Command, servers: list[FakeServer], tmp_path: Path
+) -> None:
+    file = tmp_path / "route.yaml"
+    file.write_text(f"servers: [{servers[0].url}]\nengine: {{kind: emulated}}\n")
+    for verb in ("serve", "route"):
+        code, _, err = isthmus(verb, "--config", file)
+        assert code == 2 and err.count("\n") == 1
+        assert f"{file}:2: engine: is of nodes that Isthmus starts, and servers run already" in err
+    file.write_text(f"servers: [{servers[0].url}]\nport: 99999\n")
+    code, _, err = isthmus("serve", "--config", file)
+    assert code == 2 and "port" in err
+    file.write_text("servers:\n- 127.0.0.1:9\n")
+    code, _, err = isthmus("serve", "--config", file, "--port", "0")
+    assert code == 4 and "no server answers: http://127.0.0.1:9" in err
+    code, _, err = isthmus("serve", "--config", file, "--mixed", "2")
+    assert code == 2 and "roles: is of nodes" in err
+    workload = "poisson:rate=8,num=50,input=1500,output=9"
+    code, _, err = isthmus("simulate", "--config", file, "--workload", workload)
+    assert code == 2 and "servers: they run already" in err and err.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (("ftp://host",), "'ftp://host' is no server: write http://HOST:PORT"),
         (("http://host/path",), "'http://host/path' is no server"),
         (("http://127.0.0.1:9", "--policy", "nearest"), "policy: no policy"),
+        ((), "no servers are given; write isthmus route http://HOST:PORT"),
+        (("--config", "/dev/null"), "/dev/null: servers: is missing"),
+        (("http://127.0.0.1:9", "--max-body", "much"), "limits.body_bytes: 'much' is not a size"),
+        (("add", "ftp://host"), "'ftp://host' is no server"),
+        (("add", "http://host:1", "--to", "http://router:1"), "operator's token of http://router:1 is needed"),
+        (("add", "http://host:1", "--to", "router"), "--to router: not a URL"),
         (("http://127.0.0.1:9", "--port", "0"), "no server answers: http://127.0.0.1:9"),
     ],
 )
-def test_mistakes_are_one_line(isthmus: Command, arguments: tuple[str, ...], says: str) -> None:
+def test_mistakes_are_one_line(
+    isthmus: Command, arguments: tuple[str, ...], says: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("ISTHMUS_TOKEN", raising=False)
     status, out, err = isthmus("route", *arguments)
     assert status and out == "" and says in err and err.count("\n") == 1

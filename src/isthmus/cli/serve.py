@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from isthmus.config import Config, TenantConfig
     from isthmus.live.cluster.launcher import Launcher
     from isthmus.live.cluster.local import LocalCluster
-    from isthmus.live.gateway.settings import HttpLimits, TenantLimits
+    from isthmus.live.gateway.settings import GatewaySettings, HttpLimits, TenantLimits
     from isthmus.live.gateway.tokenizer import GatewayTokenizer
 
 FEW_CONNECTIONS = 1024
@@ -113,11 +114,16 @@ def serve(
 def _run(config: Path | None, overrides: dict[str, Any], keys: list[str]) -> None:
     import asyncio
 
+    from isthmus.cli.route import run_router
     from isthmus.config import cluster_token, load_config, with_keys
     from isthmus.facts import at_home, rooted, shaped
 
     overrides["token"] = cluster_token()
-    given = at_home(load_config(config, overrides), config.parent if config else Path())
+    read = load_config(config, overrides)
+    if read.servers:
+        run_router(config, overrides, keys)
+        return
+    given = at_home(read, config.parent if config else Path())
     if given.placement == "ray":
         given = rooted(given, Path.cwd())
     settings, why = shaped(with_keys(given, keys), len(os.sched_getaffinity(0)))
@@ -198,11 +204,10 @@ def assemble(config: Config, launcher: Launcher) -> tuple[LocalCluster, Any]:
     )
     from isthmus.cli.models import model_of
     from isthmus.core.types import ModelCard
-    from isthmus.facts import clusters_of, nodes_of, places_of, shares_of
+    from isthmus.facts import clusters_of, nodes_of, places_of
     from isthmus.live.cluster.local import JoinedCluster, LocalCluster, check_joining
     from isthmus.live.gateway.app import create_app
     from isthmus.live.gateway.preparing import Preparing
-    from isthmus.live.gateway.settings import ApiKey, GatewaySettings
     from isthmus.live.gateway.tokenizer import GatewayTokenizer
 
     places_of(config)  # refuses impossible nodes before a model is looked for
@@ -229,11 +234,9 @@ def assemble(config: Config, launcher: Launcher) -> tuple[LocalCluster, Any]:
     )
     tokenizer = GatewayTokenizer.load(model.tokenizer)
     cluster = (JoinedCluster if joins else LocalCluster)(config, card, launcher)
-    settings = GatewaySettings(
-        keys=tuple(ApiKey(key.tenant, bytes.fromhex(key.sha256)) for key in config.auth.keys),
-        origins=config.cors.origins,
+    settings = replace(
+        common_settings(config),
         tool_format=config.tool_format,
-        max_body_bytes=config.limits.body_bytes,
         max_depth=config.limits.json_depth,
         max_messages=config.limits.messages,
         max_tools=config.limits.tools,
@@ -241,20 +244,32 @@ def assemble(config: Config, launcher: Launcher) -> tuple[LocalCluster, Any]:
         prepare_s=config.limits.prepare_s,
         prepare_bytes=config.limits.prepare_memory,
         grammar=grammar_limits(config),
-        ttft_ms=config.slo.ttft_ms,
-        tbt_ms=config.slo.tbt_ms,
         reuse=config.reuse.default,
         tenant_reuse=config.reuse.tenants,
         http=http_limits(config, len(nodes)),
-        tenant_limits={name: _limits(config.auth.of(name)) for name in config.auth.tenants},
-        tenant_default=_limits(config.auth.default),
-        shares=shares_of(config),
-        names_tenants=config.auth.metrics == "tenants",
     )
     say_if_exact(config, card.no_reuse)
     say_if_mute(tokenizer)
     preparing = Preparing(card, tokenizer, settings, model.tokenizer)
     return cluster, create_app(cluster.head, tokenizer, settings, preparing)
+
+
+def common_settings(config: Config) -> GatewaySettings:
+    """Settings of every gateway: before nodes of our own, and before servers that run already."""
+    from isthmus.facts import shares_of
+    from isthmus.live.gateway.settings import ApiKey, GatewaySettings
+
+    return GatewaySettings(
+        keys=tuple(ApiKey(key.tenant, bytes.fromhex(key.sha256)) for key in config.auth.keys),
+        origins=config.cors.origins,
+        max_body_bytes=config.limits.body_bytes,
+        ttft_ms=config.slo.ttft_ms,
+        tbt_ms=config.slo.tbt_ms,
+        tenant_limits={name: _limits(config.auth.of(name)) for name in config.auth.tenants},
+        tenant_default=_limits(config.auth.default),
+        shares=shares_of(config),
+        names_tenants=config.auth.metrics == "tenants",
+    )
 
 
 def http_limits(config: Config, num_nodes: int) -> HttpLimits:

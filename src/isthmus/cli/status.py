@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from isthmus.cli.asking import ask, checked_url
 from isthmus.live.gateway.status import NodeStatus, OffloadStatus, RouterStatus, ServerStatus, Status
 from isthmus.sheet import Column, Sheet, Source, texts
 
@@ -215,7 +216,7 @@ def status(
     from isthmus.cli.outputs import show
     from isthmus.config import api_key as key_of
 
-    base = _checked(url)
+    base = checked_url("--url", url)
     key = key_of("--api-key", api_key)
     if as_json:
         for answer in _answers(base, key, watch):
@@ -227,22 +228,6 @@ def status(
         for answer in _answers(base, key, watch):
             show(*status_sheets(_read(answer, base), base))
             sys.stdout.flush()
-
-
-def _checked(url: str) -> str:
-    """The base URL without a slash at its end. Raises ConfigError."""
-    from urllib.parse import urlsplit
-
-    from isthmus.core.errors import ConfigError
-
-    try:
-        parts = urlsplit(url)
-        good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:
-        good = False
-    if not good:
-        raise ConfigError(f"--url {url}: not a URL such as http://127.0.0.1:8000")
-    return url.rstrip("/")
 
 
 def _answers(base: str, key: str | None, every_s: float | None) -> Iterator[bytes]:
@@ -283,35 +268,8 @@ def _live(base: str, key: str | None, every_s: float) -> None:
 
 
 def _ask(base: str, key: str | None) -> bytes:
-    """The body of GET /status. Raises UnavailableError. Goes to the address directly, past any proxy; the key goes
-    nowhere else, whatever the answer says."""
-    from http.client import HTTPException
-    from ssl import SSLCertVerificationError
-    from urllib.error import HTTPError, URLError
-    from urllib.request import ProxyHandler, Request, build_opener
-
-    from isthmus.core.errors import UnavailableError
-
-    request = Request(f"{base}/status")
-    if key is not None:
-        request.add_unredirected_header("Authorization", f"Bearer {key}")
-    try:
-        with build_opener(ProxyHandler({})).open(request, timeout=ANSWER_S) as reply:
-            return bytes(reply.read())
-    except HTTPError as error:
-        error.close()
-        hint = _WHOSE if error.code != 401 else _KEYED
-        raise UnavailableError(f"{base}/status answers {error.code} {error.reason}; {hint}") from None
-    except (OSError, HTTPException) as error:
-        reason = error.reason if isinstance(error, URLError) else error
-        if isinstance(reason, SSLCertVerificationError):
-            raise UnavailableError(f"{base} is not trusted: {reason.verify_message}; {_AUTHORITY}") from None
-        if isinstance(reason, TimeoutError):
-            reason = f"no answer within {ANSWER_S:g} s"
-        elif isinstance(reason, OSError) and reason.strerror:
-            reason = reason.strerror
-        said = " ".join(str(reason).split())  # what is no HTTP is quoted, line ends and all
-        raise UnavailableError(f"nothing answers at {base}: {said}; {_WHOSE}") from None
+    """The body of GET /status. Raises UnavailableError."""
+    return ask(base, "/status", key, answer_s=ANSWER_S, who=_WHOSE, keyed=_KEYED)
 
 
 def _read(answer: bytes, base: str) -> Status | RouterStatus:
@@ -328,6 +286,5 @@ def _read(answer: bytes, base: str) -> Status | RouterStatus:
         raise UnavailableError(f"{base}/status is not what this version reads: {error}; {_WHOSE}") from None
 
 
-_AUTHORITY = "name the file of its certificate's authority in SSL_CERT_FILE"
 _WHOSE = "is `isthmus serve` or `route` running there? (--url)"
 _KEYED = "the server's key is needed: set ISTHMUS_API_KEY (or --api-key)"

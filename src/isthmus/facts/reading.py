@@ -52,6 +52,8 @@ def nodes_of(
     Raises ConfigError for nodes that cannot serve anything, for a model, hardware or curve that cannot be used, for
     memory that holds too little, and for clusters of different models.
     """
+    if config.servers:
+        raise ConfigError("servers: they run already, and are no nodes; `isthmus route` and `serve` take them")
     found: list[NodeFacts] = []
     known: dict[tuple[str, Role], NodeFacts] = {}
     for place in places_of(config):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.core.errors import OverloadedError
+from isthmus.core.errors import OverloadedError, RequestError
 from isthmus.core.types import PassedRequest
 from isthmus.live.gateway.passing import create_passing_app, read_fields
 from isthmus.live.gateway.settings import ApiKey, GatewaySettings
@@ -42,6 +42,7 @@ class Backend:
 
     def __init__(self) -> None:
         self.passed: list[PassedRequest] = []
+        self.changes: list[tuple[Sequence[str], Sequence[str]]] = []
 
     def models(self) -> list[dict[str, Any]]:
         return [{"id": "m"}]
@@ -51,6 +52,12 @@ class Backend:
         if passed.model == "full":
             raise OverloadedError("full", retry_after_s=3)
         return Answer()
+
+    async def change_servers(self, add: Sequence[str], remove: Sequence[str]) -> list[str]:
+        self.changes.append((add, remove))
+        if add == ["ftp://x"]:
+            raise RequestError("'ftp://x' is no server")
+        return ["a line"]
 
     def status(self) -> list[Any]:
         return [{"server": "s"}]

@@ -13,7 +13,7 @@ import pytest
 
 from isthmus.core.errors import RequestError, StartError, UnavailableError
 from isthmus.live.gateway.status import RouterStatus
-from isthmus.live.servers import fleet, lookup, members
+from isthmus.live.servers import fleet, members
 from isthmus.live.servers.lookup import LookUpError
 from isthmus.live.servers.members import Members
 from isthmus.live.servers.router import Router
@@ -129,11 +129,31 @@ def test_a_server_is_added_and_removed_in_any_order(orders: tuple[str, ...]) -> 
                 server.gate.set()
             for answer in answers:
                 assert (await read(answer)).startswith(WHOLE)
-            await router._fleet.looked_at([comes.url])
+            await router._fleet.settled()
             assert states(router) == {stays.url: "up"} | ({comes.url: "up"} if wanted else {})
             if wanted:
                 await router.change_servers([], [stays.url])
                 assert (await ask(router, asked("last"))).startswith(WHOLE)
+
+    run(test)
+
+
+def test_one_server_takes_the_place_of_another_and_no_request_finds_none() -> None:
+    async def test() -> None:
+        one, other = FakeServer(), FakeServer()
+        async with routed(one) as router, running(other):
+            other.fault = "hang"
+            changing = asyncio.create_task(router.change_servers([other.url], [one.url]))
+            await until(lambda: other.url in states(router))
+            assert (await ask(router, asked())).startswith(WHOLE) and states(router)[one.url] == "up"
+            await other.stop()
+            other.fault = ""
+            await changing
+            assert states(router) == {other.url: "down"}, "it was asked"
+            await other.start()
+            await until(lambda: router.healthy)
+            await router.change_servers([one.url], [other.url])
+            assert (await ask(router, asked())).startswith(WHOLE) and states(router) == {one.url: "up"}
 
     run(test)
 
@@ -274,17 +294,5 @@ def test_a_name_of_too_many_servers_changes_nothing(monkeypatch: pytest.MonkeyPa
         some = Members(["k8s://n/a=b:1"], wanted.append)
         async with some.run():
             assert set(wanted) == {()} and "1,025 servers" in some.reasons["k8s://n/a=b:1"]
-
-    run(test)
-
-
-# Look-ups.
-
-
-def test_a_name_of_dns_is_its_addresses() -> None:
-    async def test() -> None:
-        assert await lookup.look_up("dns+http://localhost:81") == ("http://127.0.0.1:81",)
-        with pytest.raises(LookUpError, match=r"nowhere\.invalid cannot be resolved"):
-            await lookup.look_up("dns+http://nowhere.invalid:81")
 
     run(test)

@@ -30,9 +30,9 @@ def private(path: str, flags: int) -> int:
     return fd
 
 
-def kept(path: Path, make: Callable[[], bytes]) -> bytes:
-    """Returns the content of a private file, which is created with what `make` returns. Raises ConfigError, also for a
-    file that others can read."""
+def kept(path: Path, make: Callable[[], bytes], of: str = "tls.folder") -> bytes:
+    """Returns the content of a private file, which is created with what `make` returns. Raises ConfigError, which names
+    the option `of`, also for a file that others can read."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not path.exists():
@@ -40,9 +40,9 @@ def kept(path: Path, make: Callable[[], bytes]) -> bytes:
         with path.open("rb") as file:
             state, data = os.fstat(file.fileno()), file.read(MAX_KEPT)
     except OSError as error:
-        raise ConfigError(f"tls.folder: {path}: {error.strerror}") from None
+        raise ConfigError(f"{of}: {path}: {error.strerror}") from None
     if state.st_uid != os.getuid() or state.st_mode & 0o077:
-        raise ConfigError(f"tls.folder: {path}: others can read it; chown and chmod 600 it, or remove it")
+        raise ConfigError(f"{of}: {path}: others can read it; chown and chmod 600 it, or remove it")
     return data
 
 

@@ -76,9 +76,7 @@ def framed(
     """An app of `routes` with all that stands around them: ids, pages of other origins, API keys (not for GET of the
     paths in `opened`), tenants' limits, errors in OpenAI's shape. `failed` hears the status of each error."""
 
-    def refuse(error: Exception) -> Response:
-        failed(status_of(error))
-        return _problem(error)
+    refuse = refusing(failed)
 
     def outermost(app: ASGIApp) -> ASGIApp:
         return RequestIds(Origins(app, allowed=_origins(settings), refuse=refuse))
@@ -89,6 +87,16 @@ def framed(
         middleware=_guard(settings, opened, tenants, refuse),
         exception_handlers=_handlers(refuse),
     )
+
+
+def refusing(failed: Callable[[int], None]) -> Callable[[Exception], Response]:
+    """What makes an answer of an error, of which `failed` hears the status."""
+
+    def refuse(error: Exception) -> Response:
+        failed(status_of(error))
+        return _problem(error)
+
+    return refuse
 
 
 class _App(Starlette):

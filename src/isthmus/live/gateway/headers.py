@@ -86,7 +86,7 @@ class ApiKeys:
         app = self._app
         if scope["type"] == "http" and not self._is_open(scope):
             try:
-                scope[_TENANT] = _tenant_by(self._keys, _key_in(scope))
+                scope[_TENANT] = _tenant_by(self._keys, shown_key(scope))
             except HttpError as error:
                 app = self._refuse(error)
         await app(scope, receive, send)
@@ -107,8 +107,8 @@ def salt_of(tenant: str | None, cache_salt: str) -> str:
     return cache_salt if tenant is None else f"{len(tenant)}:{tenant}:{cache_salt}"
 
 
-def _key_in(scope: Scope) -> bytes:
-    """The key that a request shows. Raises HttpError when there is none, or more than one."""
+def shown_key(scope: Scope) -> bytes:
+    """The API key, or the operator's token, that a request shows. Raises HttpError when there is none, or more."""
     values = [value for name, value in scope["headers"] if name == _KEY_HEADER]
     if len(values) > 1:
         raise HttpError(401, f"the header 'Authorization' is given {len(values)} times")

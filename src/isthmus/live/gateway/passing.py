@@ -25,11 +25,12 @@ from starlette.types import Receive, Scope, Send
 
 from isthmus.core.errors import UnavailableError
 from isthmus.core.types import PassedRequest, RequestId
-from isthmus.live.gateway.app import framed
+from isthmus.live.gateway.app import framed, refusing
 from isthmus.live.gateway.headers import hex_id, salt_of, terms_of
 from isthmus.live.gateway.http import ClientGoneError, HttpError, read_body, while_connected
 from isthmus.live.gateway.metrics import CONTENT_TYPE, FIRST_TOKEN_S, Tally
 from isthmus.live.gateway.node_metrics import PREFIX, Family, Reading
+from isthmus.live.gateway.operator import OperatorDoor
 from isthmus.live.gateway.settings import GatewaySettings
 from isthmus.live.gateway.tenants import TenantMeter, Traffic
 
@@ -84,6 +85,10 @@ class PassingBackend(Protocol):
 
     def status(self) -> list[Any]:
         """Returns an object for each server: what is known of it, and what it does."""
+        ...
+
+    async def change_servers(self, add: Sequence[str], remove: Sequence[str]) -> list[str]:
+        """Adds servers and removes others; returns what becomes of each, in lines. Raises RequestError."""
         ...
 
     def gauges(self) -> dict[str, dict[str, float]]:
@@ -203,6 +208,8 @@ def create_passing_app(backend: PassingBackend, settings: GatewaySettings) -> St
         *[Route(f"{path}{{rest:path}}", passing) for path in PATHS],
     ]
     app = framed(routes, {"/health", "/ping"}, settings, meter.failed, meter.tenants)
+    refuse = refusing(meter.failed)
+    app.add_middleware(OperatorDoor, digest=settings.operator, change=backend.change_servers, refuse=refuse)
     app.state.preparing, app.state.traffic = None, Traffic(settings.http)
     return app
 

@@ -63,6 +63,8 @@ class GatewaySettings:
     http: HttpLimits = HttpLimits()
     keys: tuple[ApiKey, ...] = field(default=(), repr=False)
     """API keys; if there are any, every request needs one."""
+    operator: bytes | None = field(default=None, repr=False)
+    """SHA-256 of the token that opens the operator's path of a router; None: nothing opens it."""
     origins: tuple[str, ...] | None = None
     """Origins of web pages that may ask, `*` any; None: with keys any, without keys those of this machine."""
     tool_format: str = "auto"  # a key of tools.FORMATS, or auto: by the model's chat template

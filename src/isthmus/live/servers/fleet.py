@@ -118,6 +118,7 @@ class Fleet:
         decide: Decide,
     ) -> None:
         self.servers: dict[NodeId, Server] = {}
+        self._wanted: dict[NodeId, None] = {}
         self._pools: dict[tuple[str, ...], Pool] = {}
         self._rules, self._rejoin_ms, self._decide = rules, round(rejoin_s * 1000), decide
         self._key, self._new_recorder = key, new_recorder
@@ -141,17 +142,25 @@ class Fleet:
                 recorder.close()
 
     def want(self, urls: Collection[str]) -> None:
-        """Makes these the servers, inside `run`. New ones join as soon as they say what they are, and others drain; one
-        that drains and is wanted again stays."""
-        for node in map(NodeId, urls):
+        """Makes these the servers, inside `run`. New ones join as soon as they say what they are; others drain as soon
+        as all new ones have been asked, so that one may take another's place. One that drains and is wanted again
+        stays."""
+        self._wanted = dict.fromkeys(map(NodeId, urls))
+        for node in self._wanted:
             server = self.servers.get(node)
             if server is None:
                 self._add(node)
             elif server.is_draining and server.pool is not None:
                 server.is_draining = False
                 self._decide(server.pool, conductor.NodeStays(node))
+        self._settle()
+
+    def _settle(self) -> None:
+        """Drains what is not wanted, unless a server that is wanted has not been asked yet."""
+        if not all(self.servers[node].looked.is_set() for node in self._wanted):
+            return
         for server in list(self.servers.values()):
-            if server.node not in urls and not server.is_draining:
+            if server.node not in self._wanted and not server.is_draining:
                 self._drain(server)
 
     def _add(self, node: NodeId) -> None:
@@ -182,9 +191,9 @@ class Fleet:
         server.watching.cancel()
         server.looked.set()
 
-    async def looked_at(self, urls: Collection[str]) -> None:
-        """Returns when each of these servers has been asked what it is, or is removed."""
-        for server in [self.servers[node] for node in map(NodeId, urls) if node in self.servers]:
+    async def settled(self) -> None:
+        """Returns when every server has been asked what it is, or is removed."""
+        for server in list(self.servers.values()):
             await server.looked.wait()
 
     @property
@@ -307,7 +316,9 @@ class Fleet:
                 await self._probe(server)
             except Exception:  # a bug of ours ends no watch
                 log.exception("%s: a probe failed", server.node)
-            server.looked.set()
+            if not server.looked.is_set():
+                server.looked.set()
+                self._settle()
             await asyncio.sleep(PROBE_S)
 
     async def _probe(self, server: Server) -> None:

@@ -68,6 +68,10 @@ class Members:
                 self._looking[entry] = asyncio.get_running_loop().create_task(self._follow(entry))
         self._tell()
 
+    @property
+    def entries(self) -> list[str]:
+        return list(self._urls)
+
     def urls(self, entry: str) -> URLs:
         """Returns the URLs that an entry stands for now."""
         return self._urls.get(entry, ())

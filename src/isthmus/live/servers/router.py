@@ -105,7 +105,7 @@ class Router:
         """Asks all servers what they are, then serves inside the context. Raises StartError if none answers."""
         async with self._fleet.run(), self._members.run():
             servers = self._fleet.servers
-            await self._fleet.looked_at(list(servers))
+            await self._fleet.settled()
             if not any(server.pool is not None for server in servers.values()):
                 reasons = [f"{entry}: {reason}" for entry, reason in self._members.reasons.items()]
                 reasons += [server.reason for server in servers.values()]
@@ -133,6 +133,11 @@ class Router:
         """Returns a line for each server: what it says of itself."""
         return self._fleet.lines()
 
+    @property
+    def entries(self) -> list[str]:
+        """URLs, and names of several servers, in the order in which they came."""
+        return self._members.entries
+
     def change(self, *, add: Sequence[str], remove: Sequence[str]) -> None:
         """Adds entries and removes others; servers that no entry stands for any more drain. Raises RequestError, and
         changes nothing, if one to remove is not there."""
@@ -149,7 +154,7 @@ class Router:
         self.change(add=add, remove=remove)
         await members.looked_up(add)
         concerned += [url for entry in add for url in members.urls(entry)]
-        await self._fleet.looked_at(concerned)
+        await self._fleet.settled()
         failed = [f"{entry}: {members.reasons[entry]}" for entry in add if entry in members.reasons]
         return failed + [self._fleet.line(url) for url in concerned]
 

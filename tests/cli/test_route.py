@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -17,6 +18,7 @@ import httpx
 import pytest
 from openai import OpenAI
 
+from isthmus.live.cluster.private import kept
 from tests.cli.conftest import Command
 from tests.live.servers.plain_fake import WORDS, FakeServer
 from tests.served import LIMIT_S, START_S, command
@@ -178,6 +180,23 @@ def test_servers_come_and_go_under_load(
         monkeypatch.setenv("ISTHMUS_TOKEN", "of another router")
         code, _, err = isthmus("route", "add", other, "--to", url)
         assert code and "this needs the operator's token" in err and err.count("\n") == 1
+
+
+def test_a_kept_token_is_shown_to_this_machine_alone(
+    isthmus: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("ISTHMUS_TOKEN", raising=False)
+    kept(tmp_path / "isthmus/operator.token", lambda: b"secret")
+    code, _, err = isthmus("route", "add", "http://host:1", "--to", "http://nobody.invalid:1")
+    assert code == 2 and "operator's token of http://nobody.invalid:1 is needed: set ISTHMUS_TOKEN" in err
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        here = f"http://127.0.0.1:{unused.getsockname()[1]}"
+    code, _, err = isthmus("route", "add", "http://host:1", "--to", here)
+    assert code and f"nothing answers at {here}" in err
+    (tmp_path / "isthmus/operator.token").chmod(0o644)
+    code, _, err = isthmus("route", "add", "http://host:1", "--to", here)
+    assert code == 2 and "others can read it" in err and err.count("\n") == 1
 
 
 def test_serve_takes_a_file_of_servers_and_tells_mixtures(

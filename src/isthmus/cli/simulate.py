@@ -44,6 +44,10 @@ def simulate(
     node_fault: Annotated[
         list[str] | None, typer.Option(help="A node or a whole cluster dead from START to STOP (s).")
     ] = None,
+    drain: Annotated[
+        list[str] | None,
+        typer.Option(help="A node or a whole cluster gets nothing new from START to STOP (s), and leaves."),
+    ] = None,
     session_fault: Annotated[
         list[str] | None,
         typer.Option(help="What two nodes or clusters say to each other is DELAY (s) late, inf: cut off."),
@@ -67,7 +71,7 @@ def simulate(
         check_writable(option, file)
     flags = {"policy": policy, "scheduling.admission": admission, "scheduling.order": order}
     settings = load_config(config, flags)
-    faults = [texts or [] for texts in (link_fault, node_fault, session_fault, disk_fault)]
+    faults = [texts or [] for texts in (link_fault, node_fault, session_fault, disk_fault, drain)]
     requests = load(_source(trace, workload), Replay(speed, spread_seed, limit))
     for note in requests.notes:
         print(f"isthmus: {note}", file=sys.stderr)
@@ -88,17 +92,18 @@ def simulate(
 
 
 def _with_faults(deployment: Deployment, texts: list[list[str]]) -> Deployment:
-    """`texts`: of links, nodes, sessions, disks."""
+    """`texts`: of links, nodes, sessions, disks, drains."""
     import msgspec
 
-    from isthmus.lab.sim.faults import DiskFault, Faults, LinkFault, NodeFault, SessionFault, read
+    from isthmus.lab.sim.faults import DiskFault, Drain, Faults, LinkFault, NodeFault, SessionFault, read
 
-    links, nodes, sessions, disks = texts
+    links, nodes, sessions, disks, drains = texts
     faults = Faults(
         tuple([read(LinkFault, text) for text in links]),
         tuple([read(NodeFault, text) for text in nodes]),
         tuple([read(SessionFault, text) for text in sessions]),
         tuple([read(DiskFault, text) for text in disks]),
+        tuple([read(Drain, text) for text in drains]),
     )
     faults.check(
         links=[(link.source, link.target) for link in deployment.rules.links],

@@ -16,7 +16,7 @@ from isthmus.core.cost import Cost, Curve, compile_cost
 from isthmus.core.types import NS_PER_MS, NodeId, Role
 from isthmus.facts import NodeFacts, Sequences
 from isthmus.lab.sim.deployment import FAR, Deployment
-from isthmus.lab.sim.faults import DiskFault, Faults, LinkFault, NodeFault, SessionFault
+from isthmus.lab.sim.faults import DiskFault, Drain, Faults, LinkFault, NodeFault, SessionFault
 from isthmus.lab.sim.records import RequestStatus, Result
 from isthmus.lab.sim.simulation import Simulation
 from isthmus.lab.sim.workloads import Request, Workload
@@ -127,4 +127,5 @@ def faults(
         tuple(NodeFault(draw(name), *span()) for _ in times(3)),
         tuple(SessionFault(*draw(pair), *span(), draw(st.sampled_from([0.01, inf]))) for _ in times(2)),
         tuple(DiskFault(draw(name), *span()) for _ in times(2)) if disks else (),
+        tuple(Drain(draw(name), *span()) for _ in times(2)),
     )

@@ -2,14 +2,24 @@ from __future__ import annotations
 
 import pytest
 
-from isthmus.core.conductor import Rules
+from isthmus.core.conductor import (
+    Action,
+    Conductor,
+    Event,
+    NodeJoined,
+    NodeLeft,
+    NodeStays,
+    Route,
+    Rules,
+)
 from isthmus.core.errors import ConfigError
-from isthmus.core.types import NS_PER_S
-from isthmus.lab.sim.faults import DiskFault, Faults, LinkFault, NodeFault, SessionFault, read
+from isthmus.core.types import NS_PER_S, Role
+from isthmus.facts import NodeFacts
+from isthmus.lab.sim.faults import DiskFault, Drain, Faults, LinkFault, NodeFault, SessionFault, read
 from isthmus.lab.sim.records import COMPLETED, REFUSED, RequestStatus
 from isthmus.lab.sim.workloads import Request
 
-from .cluster import MS, deployment, disaggregated, run
+from .cluster import MS, deployment, disaggregated, nodes, run, shared_prompts, statuses
 
 ENDS = frozenset(("dense", "local"))
 
@@ -17,6 +27,7 @@ ENDS = frozenset(("dense", "local"))
 def test_faults_are_read_as_they_are_written() -> None:
     assert read(LinkFault, "dense:local:60:120:0.2") == LinkFault("dense", "local", 60.0, 120.0, 0.2)
     assert read(NodeFault, "dense-prefill-0:1.5:inf") == NodeFault("dense-prefill-0", 1.5, float("inf"))
+    assert read(Drain, "dense:1:2") == Drain("dense", 1.0, 2.0)
     assert read(DiskFault, "dense:1:2") == DiskFault("dense", 1.0, 2.0)
     assert read(SessionFault, "a:b:1:2:0.5") == SessionFault("a", "b", 1.0, 2.0, 0.5)
     assert read(SessionFault, "a:b:1:2:inf") == SessionFault("a", "b", 1.0, 2.0)
@@ -108,3 +119,33 @@ def test_a_new_request_waits_for_a_node_as_it_does_live(wait_ms: int, status: Re
         assert record.first_token_ns > 500 * MS
     elif wait_ms:
         assert record.end_ns == (110 + wait_ms) * MS
+
+
+@pytest.mark.parametrize("some", [disaggregated(3, 2), nodes(Role.MIXED, 3)], ids=["3P2D", "3M"])
+def test_nodes_that_drain_one_after_another_cost_no_request(some: tuple[NodeFacts, ...]) -> None:
+    """As for a new release: each node leaves once, by itself, and nothing is computed twice."""
+    drains = [Drain(each.node, 3 * at + 0.1, 3 * at + 2.9) for at, each in enumerate(some)]
+    rules, log = Rules(policy="isthmus"), list[tuple[int, Event, list[Action]]]()
+    load = shared_prompts(1, 200, 3000 * len(some))
+    result = run(
+        deployment(some, rules, faults=Faults(drains=tuple(drains))), load, log=lambda *entry: log.append(entry)
+    )
+    assert statuses(result) == {COMPLETED}
+    routes = [action for _, _, actions in log for action in actions if isinstance(action, Route)]
+    assert len(routes) == 200, "one was routed again"
+    left = [event.node for _, event, _ in log if isinstance(event, NodeLeft)]
+    assert left == [each.node for each in some]
+    joined = [event.node for _, event, _ in log if isinstance(event, NodeJoined)]
+    assert joined == [each.node for each in some] * 2
+    again = Conductor(rules)
+    assert all(again.on(event, at) == actions for at, event, actions in log), "it replays"
+
+
+def test_a_node_that_drains_until_its_time_is_up_stays() -> None:
+    log = list[Event]()
+    faults = Faults(drains=(Drain("mixed-0", 0.05, 0.2),))
+    requests = [Request(10 * MS, 100, 100), Request(300 * MS, 100, 2)]
+    cluster = deployment(nodes(Role.MIXED, 1), Rules(), faults=faults)
+    assert statuses(run(cluster, requests, log=lambda _, event, __: log.append(event))) == {COMPLETED}
+    assert [type(event) for event in log if not isinstance(event, NodeJoined)].count(NodeStays) == 1
+    assert not any(isinstance(event, NodeLeft) for event in log)

@@ -59,6 +59,13 @@ class NodeFault(_At, frozen=True):
     option, example = "--node-fault", "dense-prefill-0:60:120"
 
 
+class Drain(_At, frozen=True):
+    """The node is removed at `start_s`: it gets no new request, ends those that it has, and is gone then. It joins
+    again, empty, at `stop_s`, or stays if it has not left by then."""
+
+    option, example = "--drain", "dense-prefill-0:60:120"
+
+
 class SessionFault(_Between, frozen=True):
     """Messages between two nodes, or between all nodes of two clusters, take `delay_s` longer. Infinite: their
     sessions end at `start_s`, and none can be opened until `stop_s`."""
@@ -74,7 +81,7 @@ class DiskFault(_At, frozen=True):
     option, example = "--disk-fault", "prefill-0:60:120"
 
 
-Fault = TypeVar("Fault", LinkFault, NodeFault, SessionFault, DiskFault)
+Fault = TypeVar("Fault", LinkFault, NodeFault, Drain, SessionFault, DiskFault)
 
 Names = tuple[str, ...]
 """Names of a node and its cluster."""
@@ -87,6 +94,7 @@ class Faults(msgspec.Struct, frozen=True):
     nodes: tuple[NodeFault, ...] = ()
     sessions: tuple[SessionFault, ...] = ()
     disks: tuple[DiskFault, ...] = ()
+    drains: tuple[Drain, ...] = ()
 
     def factor(self, ends: frozenset[str], now: int) -> float:
         """Share of the rate that the link between these clusters has now."""
@@ -94,6 +102,10 @@ class Faults(msgspec.Struct, frozen=True):
 
     def is_dead(self, names: Names, now: int) -> bool:
         return any(fault.name in names for fault in _holding(self.nodes, now))
+
+    def is_unwanted(self, names: Names, now: int) -> bool:
+        """Whether the node drains, or has drained."""
+        return any(fault.name in names for fault in _holding(self.drains, now))
 
     def has_disk(self, names: Names, now: int) -> bool:
         return not any(fault.name in names for fault in _holding(self.disks, now))
@@ -116,7 +128,7 @@ class Faults(msgspec.Struct, frozen=True):
                 have = ", ".join(":".join(sorted(each)) for each in ends) or "none"
                 raise ConfigError(f"--link-fault {link.one}:{link.other}: no such link; there are: {have}")
         known = dict.fromkeys(names)
-        others: tuple[_At | _Between, ...] = (*self.nodes, *self.disks, *self.sessions)
+        others: tuple[_At | _Between, ...] = (*self.nodes, *self.drains, *self.disks, *self.sessions)
         for fault in others:
             for name in sorted(fault.ends - known.keys()):
                 have = ", ".join(known)
@@ -124,7 +136,13 @@ class Faults(msgspec.Struct, frozen=True):
 
     def times(self) -> list[int]:
         """Times in ns at which a fault begins or ends, ascending."""
-        faults: tuple[_At | _Between, ...] = (*self.links, *self.nodes, *self.sessions, *self.disks)
+        faults: tuple[_At | _Between, ...] = (
+            *self.links,
+            *self.nodes,
+            *self.drains,
+            *self.sessions,
+            *self.disks,
+        )
         ends = {_ns(end) for fault in faults for end in (fault.start_s, fault.stop_s)}
         return sorted(end for end in ends if end < _ns(_NEVER_S))
 

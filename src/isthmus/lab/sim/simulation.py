@@ -19,13 +19,16 @@ from isthmus.core.conductor import (
     Action,
     Conductor,
     Desk,
+    Dismiss,
     End,
     Event,
     Fail,
     Hold,
     HoldExpired,
     LinksMeasured,
+    NodeDrains,
     NodeLeft,
+    NodeStays,
     Refuse,
     Remember,
     RequestArrived,
@@ -36,11 +39,12 @@ from isthmus.core.conductor import (
     Unremember,
 )
 from isthmus.core.conductor.view import WAITING
-from isthmus.core.types import NS_PER_MS, NS_PER_S, RequestId
+from isthmus.core.types import NS_PER_MS, NS_PER_S, NodeId, RequestId
 from isthmus.lab.sim import no_cycles
 from isthmus.lab.sim.clock import OTHERS, TRANSFER_ENDS, Clock
 from isthmus.lab.sim.deployment import Deployment
 from isthmus.lab.sim.network import NEVER
+from isthmus.lab.sim.node import SimNode
 from isthmus.lab.sim.nodes import Nodes
 from isthmus.lab.sim.records import (
     COMPLETED,
@@ -85,12 +89,14 @@ class Simulation:
         self._jobs = [SimJob(index, request) for index, request in enumerate(workload.requests)]
         self._num_left = self._num_to_come = len(self._jobs)
         self._job_of: dict[RequestId, SimJob] = {}
+        self._draining: set[NodeId] = set()
         self._thresholds: list[ThresholdChange] = []
         self._handlers: dict[type, Callable[[Any], None]] = {
             Route: self._route,
             Abort: self._abort,
             SendOrder: self._tell,
             Hold: self._hold,
+            Dismiss: self._dismiss,
             **dict.fromkeys((Refuse, Fail, RequestEnded), self._end),
             ThresholdSet: self._threshold_set,
             **dict.fromkeys((Remember, Unremember), _keeps_no_tokens),
@@ -254,14 +260,39 @@ class Simulation:
         faults, now = self._deployment.faults, self._clock.now
         self._moves.change_links(partial(faults.factor, now=now), now)
         for node in self._nodes.nodes:
-            dead = faults.is_dead(node.names, now)
+            dead, unwanted = faults.is_dead(node.names, now), faults.is_unwanted(node.names, now)
+            name = node.facts.node
             if node.alive and dead:
-                self._nodes.lose(node, partial(self.decide, NodeLeft(node.facts.node)))
-            elif not node.alive and not dead:
+                self._lose(node)
+            elif not node.alive and not dead and not unwanted:
                 node.alive = True
                 self.decide(node.facts.joined())
+            elif node.alive and unwanted and name not in self._draining:
+                self._draining.add(name)
+                self.decide(NodeDrains(name))
+            elif node.alive and not unwanted and name in self._draining:
+                self._draining.remove(name)
+                self.decide(NodeStays(name))
+        self._change_around()
+
+    def _lose(self, node: SimNode) -> None:
+        self._draining.discard(node.facts.node)
+        self._nodes.lose(node, partial(self.decide, NodeLeft(node.facts.node)))
+
+    def _change_around(self) -> None:
         self._moves.sessions.change(self._nodes.nodes)
-        self._moves.disks.change(self._nodes.nodes, now)
+        self._moves.disks.change(self._nodes.nodes, self._clock.now)
+
+    def _dismiss(self, order: Dismiss) -> None:
+        """The node leaves when what happens now is over, if it is unwanted still."""
+        node = self._nodes.by_name[order.node]
+
+        def leave() -> None:
+            if node.alive and order.node in self._draining:
+                self._lose(node)
+                self._change_around()
+
+        self._clock.call(self._clock.now, OTHERS, leave)
 
     # The end.
 

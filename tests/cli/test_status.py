@@ -25,6 +25,8 @@ from isthmus.live.gateway.status import (
     NodeStatus,
     OffloadStatus,
     ReuseStatus,
+    RouterStatus,
+    ServerStatus,
     Status,
     TierStatus,
     TransferStatus,
@@ -143,6 +145,19 @@ def test_products_are_a_row_for_all_nodes_that_chose_alike() -> None:
         ["64x64 float32", "n-1", "torch float32 to 4, torch float32 beyond"],
         ["96x64 float32", "all", "native"],
     ]
+
+
+def test_servers_of_a_router() -> None:
+    one = ServerStatus("http://a:1", True, *[0] * 8, models=("m",))
+    servers = (
+        one,
+        msgspec.structs.replace(one, server="http://b:1", draining=True),
+        msgspec.structs.replace(one, server="http://c:1", up=False),
+    )
+    (shown,) = [sheet.markdown() for sheet in status_sheets(RouterStatus(servers), "http://here")]
+    assert "Router at http://here: 1 of 3 servers" in shown
+    states = re.findall(r"^\| http://(\w):1 +\| (\w+)", shown, re.M)
+    assert states == [("a", "up"), ("b", "draining"), ("c", "DOWN")]
 
 
 def test_what_an_operator_should_see() -> None:

@@ -54,7 +54,7 @@ def _servers(status: RouterStatus, url: str) -> Sheet:
         (Column("cache blocks, believed"), "cache_blocks"),
         (Column("of"), "cache_capacity_blocks"),
     ]
-    num_up = sum([server.up for server in status.servers])
+    num_up = sum([server.up and not server.draining for server in status.servers])
     return Sheet.of(f"Router at {url}: {num_up} of {len(status.servers)} servers", columns, status.servers)
 
 

@@ -15,7 +15,7 @@ class FakeServer:
     """Speaks HTTP/1.1 by hand, so that it can die as a process does.
 
     `fault`: "" or `error` (HTTP 500), `hang` (no answer to anything), `cut` (the connection breaks off after the second
-    word); `gate`: unset, answers wait for it after their first word.
+    word); `gate`: unset, answers wait for it after their first word, and errors before it.
     """
 
     def __init__(self, *models: str, metrics: str = METRICS) -> None:
@@ -93,6 +93,7 @@ class FakeServer:
                 return _whole(writer, b"")
         self.asked.append((method, target, headers, body))
         if self.fault == "error":
+            await self.gate.wait()
             return _whole(writer, b'{"error": {"message": "%s is ill"}}' % self.url.encode(), "500 Error")
         if b"wrong" in body:
             return _whole(writer, b'{"error": {"message": "no such field"}}', "422 Unprocessable")

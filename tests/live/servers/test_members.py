@@ -181,6 +181,26 @@ def test_a_server_that_fails_as_it_drains_is_gone(fault: str, monkeypatch: pytes
     run(test)
 
 
+def test_the_error_of_a_server_that_has_left_passes_back() -> None:
+    """Nobody else can take the request, and its server goes as soon as it has failed."""
+
+    async def test() -> None:
+        one = FakeServer()
+        async with routed(one) as router:
+            one.fault = "error"
+            one.gate.clear()
+            waiting = asyncio.create_task(router.forward(asked()))
+            await until(lambda: bool(one.bodies))
+            router.change(add=[], remove=[one.url])
+            assert states(router) == {one.url: "draining"}
+            one.gate.set()
+            await until(lambda: states(router) == {})
+            answer = await waiting
+            assert answer.status == 500 and b"is ill" in await read(answer)
+
+    run(test)
+
+
 def test_a_server_that_never_answered_is_removed_at_once() -> None:
     async def test() -> None:
         one, dead = FakeServer(), FakeServer()

@@ -109,6 +109,8 @@ class Members:
             else:
                 self.reasons.pop(entry, None)
                 if found != self._urls[entry]:
+                    if looked.is_set():
+                        log.warning("%s: now %s", entry, ", ".join(found) or "nobody")
                     self._urls[entry] = found
                     self._tell()
             looked.set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from isthmus.core.errors import OverloadedError, RequestError
 from isthmus.core.types import PassedRequest
 from isthmus.live.gateway.passing import create_passing_app, read_fields
-from isthmus.live.gateway.settings import ApiKey, GatewaySettings
+from isthmus.live.gateway.settings import ApiKey, GatewaySettings, TenantLimits
 
 from .server import fronted, get, post
 
@@ -26,6 +27,8 @@ class Answer:
         203,
         [(b"content-type", b"text/event-stream"), (b"x-vendor", b"kept"), (b"x-odd", b"a\x07")],
     )
+
+    num_tokens = (30, 12)
 
     async def chunks(self) -> AsyncGenerator[bytes]:
         for part in PARTS:
@@ -130,6 +133,29 @@ def test_keys_are_asked_for_and_not_passed_on() -> None:
         assert front.ask(post("/v1/completions", b"{}", "Authorization: Bearer secret")).status == 203
     (passed,) = backend.passed
     assert passed.tenant == "acme" and passed.salt and "authorization" not in dict(passed.headers)
+
+
+def test_a_tenant_that_has_spent_its_tokens_waits() -> None:
+    keys = [ApiKey(name, hashlib.sha256(name.encode()).digest()) for name in ("acme", "other")]
+    limits = {"acme": TenantLimits(tokens_per_s=0.001, burst_s=40_000), "other": TenantLimits()}
+    settings = GatewaySettings(keys=tuple(keys), tenant_limits=limits, names_tenants=True)
+    with fronted(create_passing_app(Backend(), settings)) as front:
+        acme, other = [post("/v1/completions", b"{}", f"Authorization: Bearer {name}") for name in limits]
+
+        def has_spent(name: str) -> str:
+            """The metrics, as soon as the tenant's answer has been charged, which may be after its end has come."""
+            until, line = time.monotonic() + 60, f'tokens_total{{kind="generation",tenant="{name}"}} 12.0'
+            while line not in (told := front.ask(get("/metrics", "Authorization: Bearer other")).body.decode()):
+                assert time.monotonic() < until, told
+            return told
+
+        assert front.ask(acme).status == 203
+        has_spent("acme")
+        assert front.ask(acme).status == 429, "there were 40 tokens, and 42 are spent"
+        assert front.ask(other).status == 203
+        metrics = has_spent("other")
+    assert 'isthmus_tenant_tokens_total{kind="prompt",tenant="acme"} 30.0' in metrics
+    assert 'isthmus_tenant_requests_refused_total{limit="tokens_per_s",tenant="acme"} 1.0' in metrics
 
 
 def test_metrics_name_servers() -> None:

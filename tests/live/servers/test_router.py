@@ -93,7 +93,12 @@ def test_requests_and_answers_pass_as_they_came() -> None:
             assert (await ask(router, asked())).startswith(WHOLE)
             refused = await router.forward(asked("wrong", stream=False))
             assert refused.status == 422 and b"no such field" in await read(refused)
+            assert refused.num_tokens == (0, 0)
             assert router.gauges()["server_cached_tokens_total"] == {server.url: 32}
+            told = await router.forward(asked())
+            assert told.num_tokens == (len(LONG) // 4, 0), "as long as it says nothing else"
+            await read(told)
+            assert told.num_tokens == (40, 4)
 
     run(test)
 

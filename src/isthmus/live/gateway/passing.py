@@ -32,7 +32,7 @@ from isthmus.live.gateway.metrics import CONTENT_TYPE, FIRST_TOKEN_S, Tally
 from isthmus.live.gateway.node_metrics import PREFIX, Family, Reading
 from isthmus.live.gateway.operator import OperatorDoor
 from isthmus.live.gateway.settings import GatewaySettings
-from isthmus.live.gateway.tenants import TenantMeter, Traffic
+from isthmus.live.gateway.tenants import TenantMeter, Traffic, account_of
 
 PATHS = ("/v1/", "/v2/")
 SINGLE_PATHS = (
@@ -57,6 +57,11 @@ class PassedAnswer(Protocol):
 
     @property
     def headers(self) -> Sequence[tuple[bytes, bytes]]: ...
+
+    @property
+    def num_tokens(self) -> tuple[int, int]:
+        """Tokens of prompt and answer so far; 0 of an error."""
+        ...
 
     def chunks(self) -> AsyncGenerator[bytes]:
         """Yields the body as it comes. Raises UnavailableError where it breaks off."""
@@ -257,6 +262,9 @@ class _Passing:
             raise HttpError(404, f"no such route: {path!r}")
         if path.rstrip("/") in OPERATORS_PATHS:
             raise HttpError(403, f"{path} changes a server; ask the server itself")
+        account = account_of(scope)
+        if account is not None:
+            account.check_prompt(1)  # what a request costs is known at its end
         body = await read_body(scope, receive, self._settings.max_body_bytes)
         forwarding = asyncio.ensure_future(self._backend.forward(self._passed(scope, body)))
         try:
@@ -273,6 +281,9 @@ class _Passing:
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)
             answer.close()
+            if account is not None:
+                for num_tokens, kind in zip(answer.num_tokens, ("prompt", "generation"), strict=True):
+                    account.spend(num_tokens, kind)
 
     def _passed(self, scope: Scope, body: bytes) -> PassedRequest:
         read, terms, settings = read_fields(body), terms_of(scope), self._settings

@@ -305,8 +305,9 @@ class Router:
             for report in server.belief.computed(request.names, tenant):
                 self._decide(request.pool, report)
 
-    def ended(self, request: _Open, server: Server, tail: bytes, num_events: int) -> None:
-        """Takes the end of an answer, whose last bytes are `tail`."""
+    def ended(self, request: _Open, server: Server, tail: bytes, num_events: int) -> tuple[int, int]:
+        """Takes the end of an answer, whose last bytes are `tail`. Returns the tokens of prompt and answer, as it says
+        them, else by their bytes and events."""
         usage = {name.decode(): int(value) for name, value in _USAGE.findall(tail)}
         num_prompt = usage.get("prompt_tokens") or usage.get("input_tokens", 0)
         num_generated = usage.get("completion_tokens") or usage.get("output_tokens") or num_events
@@ -318,6 +319,7 @@ class Router:
             server.belief.told(believed, usage["cached_tokens"] / num_prompt)
         server.running.discard(request.passed.request)
         self._decide(request.pool, conductor.RequestEnded(request.passed.request, max(1, num_generated)))
+        return num_prompt or request.num_tokens, num_generated
 
     def broken(self, request: _Open, server: Server, error: BaseException | None) -> None:
         """Takes the end of an answer that is not whole: its server failed, or (None) its client left."""
@@ -329,11 +331,12 @@ class Router:
 
 
 class PassedBack:
-    """An answer whose first bytes are here."""
+    """An answer whose first bytes are here. `num_tokens`: of prompt and answer, exact at the end; 0 of an error."""
 
     def __init__(self, router: Router, request: _Open, server: Server, response: Response) -> None:
         self.status, self.headers = response.status, response.headers
         self._router, self._request, self._server, self._response = router, request, server, response
+        self.num_tokens = (request.num_tokens, 0) if response.status == 200 else (0, 0)
         self._is_over = False
 
     def close(self) -> None:
@@ -365,8 +368,10 @@ class PassedBack:
             self._is_over = True
             self._response.abort()
             if whole:
-                router.ended(request, server, tail, num_events)
+                ended = router.ended(request, server, tail, num_events)
+                self.num_tokens = ended if self.status == 200 else (0, 0)
             else:
+                self.num_tokens = self.num_tokens[0], num_events
                 router.broken(request, server, error)
 
 

@@ -30,7 +30,9 @@ def namer(salt: str = "") -> BlockNamer:
 
 
 def translator() -> Translator:
-    return Translator(lambda salt: namer(salt) if salt in ("", "tenant") else None, SIZE)
+    return Translator(
+        lambda salt, adapter: namer(salt) if salt in ("", "tenant") and not adapter else None, SIZE
+    )
 
 
 def stored(hashes: list[Any], tokens: list[int], parent: Any = None, **fields: Any) -> dict[str, Any]:
@@ -89,6 +91,22 @@ def test_blocks_that_are_not_of_tokens_alone_are_passed_over(fields: dict[str, A
     assert found.batch(batch(stored([7, 8], TOKENS[:8], **fields))) == []
     assert found.batch(batch(stored([9], TOKENS[8:], 8))) == []
     assert found.batch(batch(removed([7, 8, 9]))) == []
+
+
+def test_adapters_have_names_of_their_own() -> None:
+    """An adapter's name is the first extra key of each of its blocks, a salt the next one of the first."""
+    other = {("", "a"): "a", ("salt", "a"): "a salt"}
+    found = Translator(lambda salt, adapter: namer(other[salt, adapter]), SIZE)
+    fields = {"lora_name": "a", "extra_keys": [["a"], ["a"]]}
+    assert found.batch(batch(stored([7, 8], TOKENS[:8], **fields))) == [
+        EngineBlocks(tuple(namer("a").names(TOKENS[:8])))
+    ]
+    salted = {"lora_name": "a", "extra_keys": [["a", "salt"], ["a"]]}
+    assert found.batch(batch(stored([17, 18], TOKENS[:8], **salted))) == [
+        EngineBlocks(tuple(namer("a salt").names(TOKENS[:8])))
+    ]
+    image = {"lora_name": "a", "extra_keys": [["a", ["image", 3]], ["a"]]}
+    assert found.batch(batch(stored([27, 28], TOKENS[:8], **image))) == []
 
 
 def test_groups_of_layers_have_hashes_of_their_own() -> None:

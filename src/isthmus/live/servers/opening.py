@@ -166,7 +166,7 @@ async def _probe(client: Client, sockets: ServerSockets, engine: ServedEngine) -
     namer = BlockNamer(revision=engine.revision, layout=engine.layout)
     tokens = [1 + each % 200 for each in secrets.token_bytes(size + 1)]
     wanted, seen = namer.names(tokens)[0], asyncio.Event()
-    translator = Translator(lambda salt: None if salt else namer, size)
+    translator = Translator(lambda salt, _: None if salt else namer, size)
 
     def heard(batch: bytes) -> None:
         if any(wanted in fact.stored for fact in translator.batch(batch)):

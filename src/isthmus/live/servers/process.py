@@ -375,8 +375,8 @@ class AdapterProcess(MemberProcess):
     def _new_namer(self, salt: str) -> BlockNamer:
         return BlockNamer(revision=self._engine.revision, layout=self._engine.layout, salt=salt)
 
-    def _namer_of(self, salt: str) -> BlockNamer | None:
-        return self._namer(self._salts[salt]) if salt in self._salts else None
+    def _namer_of(self, salt: str, adapter: str) -> BlockNamer | None:
+        return self._namer(self._salts[salt]) if salt in self._salts and not adapter else None
 
     def _heard_kv(self, batch: bytes) -> None:
         for fact in self._translator.batch(batch):

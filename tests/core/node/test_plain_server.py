@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from isthmus.core.attempts import BlocksStored
 from isthmus.core.node.plain_server import LEAST_BLOCKS, PlainServer
-from isthmus.core.types import NodeId
+from isthmus.core.scheduler import chains_of
+from isthmus.core.types import NodeId, Tenant
 
 NODE = NodeId("s")
 CHAINS = [tuple(range(first * 1000, first * 1000 + 20)) for first in range(8)]
@@ -39,3 +40,26 @@ def test_answers_correct_the_capacity() -> None:
     for _ in range(100):
         server.told(0.0, 0.9)
     assert server.capacity_blocks == 1024, "no more than the server says that it has"
+
+
+@given(st.lists(st.tuples(st.integers(0, 7), st.integers(1, 20)), max_size=60))
+def test_a_belief_is_made_anew_from_its_chains(prompts: list[tuple[int, int]]) -> None:
+    """The next prompts find both alike: what is kept is the same, and what goes first nearly so."""
+    server = PlainServer(NODE, LEAST_BLOCKS)
+    for chain, length in prompts:
+        server.computed(CHAINS[chain][:length])
+    other = PlainServer(NODE, LEAST_BLOCKS)
+    reports = other.restore(server.capacity_blocks, chains_of(server.entries()))
+    assert all(isinstance(report, BlocksStored) for report in reports), "nothing is evicted on the way"
+    other.check()
+    assert [other.match(chain) for chain in CHAINS] == [server.match(chain) for chain in CHAINS]
+    assert other.num_blocks == server.num_blocks
+    gone = server.forget()
+    assert server.num_blocks == 0 and sum(len(report.names) for report in gone) == other.num_blocks
+
+
+def test_chains_of_tenants_are_kept_without_their_shares() -> None:
+    server = PlainServer(NODE, 1024)
+    for number, name in enumerate(("a", "b", "a")):
+        server.computed(CHAINS[number], Tenant(name, 1.0))
+    assert sorted(chains_of(server.entries())) == sorted(CHAINS[:3])

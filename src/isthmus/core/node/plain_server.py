@@ -7,10 +7,10 @@ tokens: a prompt found cached less than believed shrinks it, one found cached mo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from isthmus.core.attempts import BlocksEvicted, BlocksStored
-from isthmus.core.scheduler import TierCache
+from isthmus.core.scheduler import Chain, Entry, TierCache
 from isthmus.core.types import NOBODY, BlockName, NodeId, Tenant
 
 GUESSED_BLOCKS = 1 << 14
@@ -56,6 +56,22 @@ class PlainServer:
         if change is not None and change.stored:
             reports.append(BlocksStored(self.node, change.stored))
         return reports
+
+    def forget(self) -> Reports:
+        """Forgets all blocks. Returns what changed."""
+        gone = tuple(self._tiers.dram.held)
+        self._tiers = TierCache(self.capacity_blocks)
+        return [BlocksEvicted(self.node, gone)] if gone else []
+
+    def entries(self) -> list[Entry]:
+        """Returns what is believed to be cached: `restore` of its `chains_of` makes the belief anew, but for tenants'
+        shares. Does not mutate."""
+        return self._tiers.dram.eviction.entries()
+
+    def restore(self, capacity_blocks: int, chains: Iterable[Chain]) -> Reports:
+        """Takes up what an earlier belief knew: its capacity, and its chains. Returns what changed."""
+        self._tiers.dram.capacity_blocks = min(self._most_blocks, max(LEAST_BLOCKS, capacity_blocks))
+        return [report for chain in chains for report in self.computed(chain)]
 
     def told(self, believed: float, cached: float) -> None:
         """Corrects the capacity by one answer. Shares of its prompt: `believed` to be cached when it was sent, and

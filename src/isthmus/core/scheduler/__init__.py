@@ -28,5 +28,8 @@ from isthmus.core.scheduler.pool import CountingPool as CountingPool
 from isthmus.core.scheduler.prefixes import TierKeeper as TierKeeper
 from isthmus.core.scheduler.scheduler import Scheduler as Scheduler
 from isthmus.core.scheduler.sequence import Sequence as Sequence
+from isthmus.core.scheduler.tiers import Chain as Chain
+from isthmus.core.scheduler.tiers import Entry as Entry
 from isthmus.core.scheduler.tiers import ReadAhead as ReadAhead
 from isthmus.core.scheduler.tiers import TierCache as TierCache
+from isthmus.core.scheduler.tiers import chains_of as chains_of

@@ -70,6 +70,10 @@ class RecencyEviction:
                 found |= {block: head for block, head in heads if block in self.held}
         return found
 
+    def entries(self) -> list[Entry]:
+        """All blocks with their records, in the order of eviction. Does not mutate."""
+        return list(self.held.items())
+
     def trees(self) -> dict[BlockName, list[BlockName]]:
         """Held blocks by the first block of their chains, each before the one it follows. Does not mutate; walks over
         everything."""
@@ -77,6 +81,17 @@ class RecencyEviction:
         for name, chain in self.held.items():
             found.setdefault(chain[0], []).append(name)
         return found
+
+
+def chains_of(entries: Iterable[Entry]) -> list[Chain]:
+    """Returns the chains of an order's entries that are no beginning of another, least recently used first."""
+    found: list[Chain] = []
+    seen: set[BlockName] = set()
+    for name, chain in entries:
+        if name not in seen:  # the last block of a chain goes first
+            found.append(chain[: chain.index(name) + 1])
+            seen.update(found[-1])
+    return found
 
 
 def surplus(sizes: Mapping[str, int], weights: Mapping[str, float], count: int) -> dict[str, int]:
@@ -164,6 +179,10 @@ class SharedEviction:
 
     def chain_of(self, name: BlockName) -> Chain:
         return self._orders[self.held[name]].chain_of(name)
+
+    def entries(self) -> list[Entry]:
+        """As of `RecencyEviction`, one tenant's after another's."""
+        return [entry for order in self._orders.values() for entry in order.entries()]
 
     def heads(self) -> dict[BlockName, BlockName | None]:
         return {block: head for order in self._orders.values() for block, head in order.heads().items()}

@@ -169,7 +169,8 @@ class PassedRequest(msgspec.Struct, frozen=True):
 
     Read of its body: `model`, "" if it names none; `prefix`: the bytes of its prompt as they stand there, of which
     requests that begin alike have a common beginning; `max_tokens`: 0 if not given; `is_streamed`: the answer comes as
-    server-sent events. The others are as in `Job`.
+    server-sent events; `tokens`: of its prompt, uint32 in this machine's order, empty if they are not known; and
+    `cache_salt`, that the server keeps apart by. The others are as in `Job`.
     """
 
     request: RequestId
@@ -179,6 +180,8 @@ class PassedRequest(msgspec.Struct, frozen=True):
     body: bytes
     model: str = ""
     prefix: bytes = b""
+    tokens: bytes = b""
+    cache_salt: str = ""
     max_tokens: int = 0
     is_streamed: bool = False
     tenant: str = ""

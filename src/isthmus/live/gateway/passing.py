@@ -31,6 +31,7 @@ from isthmus.live.gateway.http import ClientGoneError, HttpError, read_body, whi
 from isthmus.live.gateway.metrics import CONTENT_TYPE, FIRST_TOKEN_S, Tally
 from isthmus.live.gateway.node_metrics import PREFIX, Family, Reading
 from isthmus.live.gateway.operator import OperatorDoor
+from isthmus.live.gateway.prompt_tokens import PromptTokens
 from isthmus.live.gateway.settings import GatewaySettings
 from isthmus.live.gateway.tenants import TenantMeter, Traffic, account_of
 
@@ -109,6 +110,7 @@ class _Read(msgspec.Struct):
     max_tokens: Any = None
     max_completion_tokens: Any = None
     max_output_tokens: Any = None
+    cache_salt: Any = ""
     instructions: msgspec.Raw = msgspec.Raw()
     tools: msgspec.Raw = msgspec.Raw()
     messages: msgspec.Raw = msgspec.Raw()
@@ -119,6 +121,11 @@ class _Read(msgspec.Struct):
     def name(self) -> str:
         """The model's; "" if the body has none."""
         return self.model if isinstance(self.model, str) else ""
+
+    @property
+    def salt(self) -> str:
+        """The client's, by which the server keeps caches apart."""
+        return self.cache_salt if isinstance(self.cache_salt, str) else ""
 
     @property
     def prefix(self) -> bytes:
@@ -156,8 +163,9 @@ SERVER_METRICS = {
     "server_requests_total": "Attempts at requests sent to the server.",
     "server_failures_total": "Attempts that the server did not answer, or broke off.",
     "server_leaves_total": "Times that the server was left since it did not answer.",
-    "server_cache_blocks": "Blocks of 64 bytes of prompts that the server's cache is believed to hold.",
+    "server_cache_blocks": "Blocks of prompts that the server's cache has, or is believed to have.",
     "server_cache_capacity_blocks": "Blocks that it is believed to hold at most.",
+    "server_expected_tokens_total": "Prompt tokens that were expected to come from the server's cache.",
     "server_prompt_tokens_total": "Prompt tokens, as the server's answers say.",
     "server_cached_tokens_total": "Those that came from its cache, as its answers say.",
 }
@@ -199,10 +207,13 @@ def of_servers(backend: PassingBackend) -> Iterator[Family]:
         yield family
 
 
-def create_passing_app(backend: PassingBackend, settings: GatewaySettings) -> Starlette:
-    """The ASGI app before servers that run already."""
+def create_passing_app(
+    backend: PassingBackend, settings: GatewaySettings, prompt_tokens: PromptTokens | None = None
+) -> Starlette:
+    """The ASGI app before servers that run already. `prompt_tokens`: makes tokens of prompts; None: they are not
+    known."""
     meter = _Meter(backend, names_tenants=settings.names_tenants)
-    pages, passing = _Pages(backend, meter), _Passing(backend, settings, meter)
+    pages, passing = _Pages(backend, meter), _Passing(backend, settings, meter, prompt_tokens)
     routes = [
         Route("/v1/models", pages.models),
         Route("/health", pages.health),
@@ -245,8 +256,15 @@ def _json(content: Any) -> Response:
 class _Passing:
     """An ASGI app that passes requests on, and their answers back."""
 
-    def __init__(self, backend: PassingBackend, settings: GatewaySettings, meter: _Meter) -> None:
+    def __init__(
+        self,
+        backend: PassingBackend,
+        settings: GatewaySettings,
+        meter: _Meter,
+        prompt_tokens: PromptTokens | None,
+    ) -> None:
         self._backend, self._settings, self._meter = backend, settings, meter
+        self._prompt_tokens = prompt_tokens
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises IsthmusError before the answer has begun."""
@@ -266,7 +284,11 @@ class _Passing:
         if account is not None:
             account.check_prompt(1)  # what a request costs is known at its end
         body = await read_body(scope, receive, self._settings.max_body_bytes)
-        forwarding = asyncio.ensure_future(self._backend.forward(self._passed(scope, body)))
+        passed = self._passed(scope, body)
+        if self._prompt_tokens is not None:
+            tokens = await self._prompt_tokens.of(scope, body, receive)
+            passed = msgspec.structs.replace(passed, tokens=tokens)
+        forwarding = asyncio.ensure_future(self._backend.forward(passed))
         try:
             answer = await while_connected(forwarding, receive)
         except BaseException:
@@ -312,7 +334,8 @@ class _Passing:
             max_tokens=read.limit,
             is_streamed=read.stream is True,
             tenant=terms.tenant or "",
-            salt=salt_of(terms.tenant, ""),
+            cache_salt=read.salt,
+            salt=salt_of(terms.tenant, read.salt),
             priority=terms.priority,
             ttft_ms=settings.ttft_ms if terms.ttft_ms is None else terms.ttft_ms,
             tbt_ms=settings.tbt_ms if terms.tbt_ms is None else terms.tbt_ms,

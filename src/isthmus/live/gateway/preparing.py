@@ -5,6 +5,7 @@ may die."""
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -217,6 +218,9 @@ def preparations(
         "completion": Preparation(CompletionRequest, preparer.completion),
         "response": Preparation(ResponsesRequest, responses.prepare),
         "tokenize": Preparation(TokenizeRequest, lambda request, *_: encode(tokenized(preparer, request))),
+        "tokens": Preparation(
+            TokenizeRequest, lambda request, *_: array("I", tokenized(preparer, request).tokens).tobytes()
+        ),
         "detokenize": Preparation(
             DetokenizeRequest, lambda request, *_: encode(detokenized(preparer, request))
         ),
@@ -299,6 +303,8 @@ def _unpacked(found: bytearray) -> PreparedRequest | bytes:
 def _load_worker(setup: bytes) -> Answer:
     said = msgspec.msgpack.decode(setup, type=PreparerSetup)
     tokenizer = GatewayTokenizer.load(Path(said.model))
+    if said.settings.remembered_bytes:
+        tokenizer.remember(said.settings.remembered_bytes)
     found = preparations(said.card, tokenizer, said.settings)
     tokenizer.read_for_grammars()
 

@@ -57,6 +57,7 @@ class GatewaySettings:
     grammar: GrammarLimits = GRAMMAR_LIMITS
     prepare_s: float = 5.0  # CPU seconds of one large body
     prepare_bytes: int = 512 << 20  # its memory
+    remembered_bytes: int = 0  # of texts with their tokens, in each worker; 0: none
     max_preparing: int = 256  # large bodies being prepared or waiting
     num_preparers: int = 2
     max_sequences: int = 256  # prompts times `n`

@@ -260,8 +260,8 @@ def _share(part: float, whole: float) -> float | None:
 class ServerStatus(msgspec.Struct, frozen=True):
     """One server behind `isthmus route`. `models`, `kind`, `kv_tokens`: what it says of itself, empty or 0 if it does
     not; `draining`: it gets no new requests, and is removed when those that it has have ended; `cache_blocks`,
-    `cache_capacity_blocks`: of 64 bytes of prompts, that it is believed to hold, now and at most;
-    `prompt_tokens_total`, `cached_tokens_total`: as its answers say."""
+    `cache_capacity_blocks`: that it has or is believed to have, now and at most; `expected_tokens_total`: that were
+    expected to be cached;    `prompt_tokens_total`, `cached_tokens_total`: as its answers say."""
 
     server: str
     up: bool
@@ -273,6 +273,7 @@ class ServerStatus(msgspec.Struct, frozen=True):
     cache_capacity_blocks: int
     prompt_tokens_total: int
     cached_tokens_total: int
+    expected_tokens_total: int = 0
     draining: bool = False
     models: tuple[str, ...] = ()
     kind: str = ""

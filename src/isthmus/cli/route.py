@@ -79,6 +79,13 @@ def route(
             help="Key that the servers ask for, also from ISTHMUS_SERVER_KEY; without it clients' own are passed on."
         ),
     ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(help="Of the served model: folder, GGUF file or hub id. Caches are known by tokens then."),
+    ] = None,
+    state: Annotated[
+        Path | None, typer.Option(help="Keep what is known of caches in this file, for the next start.")
+    ] = None,
     record: Annotated[Path | None, typer.Option(help="Write a flight recording (JSONL) here.")] = None,
 ) -> None:
     """One endpoint before servers that already run: requests go where their prompts are cached or soonest computed.
@@ -98,7 +105,7 @@ def route(
         "record": str(record) if record else None,
     }
     with starting():
-        run_router(config, overrides, api_key or [], urls or [], server_key)
+        run_router(config, overrides, api_key or [], urls or [], server_key, tokenizer=tokenizer, state=state)
 
 
 _To = Annotated[str, typer.Option(help="The router.")]
@@ -177,9 +184,13 @@ def run_router(
     keys: Sequence[str],
     urls: Sequence[str] = (),
     server_key: str | None = None,
+    *,
+    tokenizer: str | None = None,
+    state: Path | None = None,
 ) -> None:
     """Serves until a signal. `path`: the file; `overrides`: what flags say; `keys`: of clients; `urls`: servers beside
-    those of the file. Raises ConfigError, StartError."""
+    those of the file; `tokenizer`: of the served model; `state`: file of what is known of caches. Raises ConfigError,
+    StartError."""
     import asyncio
 
     import uvloop
@@ -199,22 +210,27 @@ def run_router(
     config = with_keys(load_config(path, overrides | {"servers": entries}), keys)
     file = None if path is None else _File(path, overrides, of_file, given)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_route(config, file, server_key_of(server_key)))
+        runner.run(_route(config, file, server_key_of(server_key), tokenizer, state))
 
 
-async def _route(config: Config, file: _File | None, server_key: str | None) -> None:
+async def _route(
+    config: Config, file: _File | None, server_key: str | None, tokenizer: str | None, state: Path | None
+) -> None:
     """Serves until a signal."""
     import asyncio
 
     from isthmus.cli.garbage import started
+    from isthmus.cli.models import find_tokenizer
     from isthmus.cli.serve import common_settings, http_limits, say_if_open, stop_on_signals
     from isthmus.core.conductor.events import RECORDING_FORMAT
     from isthmus.facts import rules_of
     from isthmus.live.cluster.recorder import LiveRecorder, Recorder, RecordingHeader, opaque
     from isthmus.live.gateway.passing import create_passing_app
+    from isthmus.live.gateway.prompt_tokens import PromptTokens
     from isthmus.live.gateway.server import Certificate, bind, serve_http
     from isthmus.live.messenger import address_of
     from isthmus.live.servers.router import Router
+    from isthmus.live.servers.state_file import StateFile
 
     began = time.monotonic()
     rules = rules_of(config)
@@ -227,14 +243,6 @@ async def _route(config: Config, file: _File | None, server_key: str | None) -> 
         header = RecordingHeader(RECORDING_FORMAT, rules)
         return LiveRecorder(path.with_suffix(f".{number}{path.suffix}") if number else path, header)
 
-    router = Router(
-        rules,
-        config.servers,
-        rejoin_s=config.limits.rejoin_s,
-        key=server_key,
-        new_recorder=new_recorder if config.record else None,
-        alias_of=partial(opaque, secret=secrets.token_hex()),
-    )
     limits = http_limits(config, len(config.servers))  # each client's connection has one to a server
     token = _operators_token(config)
     settings = replace(
@@ -242,11 +250,28 @@ async def _route(config: Config, file: _File | None, server_key: str | None) -> 
         http=replace(limits, connections=max(1, limits.connections // 2)),
         operator=hashlib.sha256(token.encode()).digest() if token else None,
     )
+    prompt_tokens = PromptTokens(find_tokenizer(tokenizer), settings) if tokenizer else None
+    kept = StateFile(state) if state is not None else None
+    if kept is not None:
+        kept.load()
+    router = Router(
+        rules,
+        config.servers,
+        rejoin_s=config.limits.rejoin_s,
+        key=server_key,
+        new_recorder=new_recorder if config.record else None,
+        alias_of=partial(opaque, secret=secrets.token_hex()),
+        samples=prompt_tokens.samples if prompt_tokens is not None else None,
+        state=kept,
+    )
     bound = bind(config.host, config.port)
     say_if_open(config, bound.getsockname())
     stop, at_once = stop_on_signals()
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(bound.close)
+        if prompt_tokens is not None:
+            stack.callback(prompt_tokens.close)
+            prompt_tokens.open()
         await stack.enter_async_context(router.run())
         started()
         lines = router.lines()
@@ -256,7 +281,7 @@ async def _route(config: Config, file: _File | None, server_key: str | None) -> 
         for line in lines:
             print(f"  {line}")
         print(flush=True)
-        app = create_passing_app(router, settings)
+        app = create_passing_app(router, settings, prompt_tokens)
         serving = partial(serve_http, drain_s=config.limits.drain_s, at_once=at_once, certificate=certificate)
         async with asyncio.TaskGroup() as group:
             following = group.create_task(file.follow(router)) if file is not None else None

@@ -20,6 +20,12 @@ class FakeServer:
 
     def __init__(self, *models: str, metrics: str = METRICS) -> None:
         self.models, self.metrics, self.fault = models or ("m",), metrics, ""
+        self.entries: dict[str, dict[str, Any]] = {}
+        """More that `/v1/models` says of each."""
+        self.sources: dict[str, Any] = {}
+        """Answer of `/kv_event_sources`."""
+        self.tokens: dict[str, tuple[int, ...]] = {}
+        """Of `/tokenize`: tokens of any `prompt`, and of any `messages`."""
         self.asked: list[tuple[str, str, dict[str, str], bytes]] = []
         self.gate = asyncio.Event()
         self.gate.set()
@@ -85,10 +91,15 @@ class FakeServer:
             await asyncio.Event().wait()
         match target:
             case "/v1/models":
-                models = {"object": "list", "data": [{"id": name, "own": 1} for name in self.models]}
-                return _whole(writer, json.dumps(models).encode())
+                listed = [{"id": name, "own": 1, **self.entries.get(name, {})} for name in self.models]
+                return _whole(writer, json.dumps({"object": "list", "data": listed}).encode())
+            case "/kv_event_sources":
+                return _whole(writer, json.dumps(self.sources).encode())
             case "/metrics":
                 return _whole(writer, self.metrics.encode())
+            case "/tokenize":
+                kind = "messages" if "messages" in json.loads(body) else "prompt"
+                return _whole(writer, json.dumps({"tokens": self.tokens.get(kind, ())}).encode())
             case "/health":
                 return _whole(writer, b"")
         self.asked.append((method, target, headers, body))

@@ -12,40 +12,37 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Collection
-from functools import lru_cache, partial
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import aiohttp
 
 from isthmus.core import conductor
-from isthmus.core.blocks import BlockNamer, KVLayout
 from isthmus.core.errors import RequestError, UnavailableError
-from isthmus.core.node.plain_server import PlainServer
-from isthmus.core.types import MIXED, BlockName, NodeId, PassedRequest, RequestId
+from isthmus.core.node.plain_server import Reports
+from isthmus.core.types import MIXED, NodeId, RequestId
 from isthmus.live.cluster.recorder import Recorder
+from isthmus.live.servers.cached import Cached
+from isthmus.live.servers.naming import Naming
 from isthmus.live.servers.plain import Description, PlainClient, is_ours, new_session, refuses, said
+from isthmus.live.servers.state_file import Kept, StateFile
 
 log = logging.getLogger(__name__)
 
-TOKEN_BYTES, BLOCK_TOKENS = 4, 16
-"""Prompts are counted in bytes, four a token, since no tokenizer is asked: a block is 64 bytes of a body."""
-TEXT = KVLayout("float32", BLOCK_TOKENS, 1, 1, 1, form="bytes")
-"""Layout of names of text, which are not of KV: no name of a block of KV equals one."""
 UNLIMITED_TOKENS = 1 << 40
 """The server says itself what is too long for it."""
-MAX_NAMERS = 1024
-MAX_NAMED_BYTES = 1 << 18
-"""Of a prompt, so that naming takes a few milliseconds at most; what follows counts as uncached."""
 PROBE_S, SILENCE_S = 1.0, 2.0
 """How often each server is asked for a sign of life, and how long it may take or be silent."""
 
+Samples = Sequence[tuple[bytes, tuple[int, ...]]]
+"""Questions for a server's `/tokenize`, and the tokens that it should answer with."""
 Decide = Callable[["Pool", conductor.Event], None]
 """Tells the conductor of a pool an event, and carries out its answers."""
 
 
 class Server:
-    """One server: what it says of itself, what it does, and what its cache is believed to hold.
+    """One server: what it says of itself, what it does, and what is known of its cache.
 
     `pool`: None while it is not used; `home`: its last one; `is_draining`: it is not wanted any more; `reason`: why it
     was not taken in."""
@@ -53,7 +50,7 @@ class Server:
     def __init__(self, node: NodeId, client: PlainClient) -> None:
         self.node, self.client = node, client
         self.description: Description | None = None
-        self.belief = PlainServer(node, 0)
+        self.cache: Cached | None = None  # None until it has said what it is
         self.pool: Pool | None = None
         self.home: Pool | None = None
         self.is_draining = False
@@ -68,45 +65,43 @@ class Server:
         """Takes a sign of life."""
         self.heard_s = time.monotonic()
 
+    def close(self) -> None:
+        """Hears nothing of its cache any more."""
+        if self.cache is not None:
+            self.cache.close()
+
     @property
     def takes_requests(self) -> bool:
         return self.pool is not None and not self.is_draining
 
     def gauges(self) -> dict[str, float]:
+        cache = self.cache
         return {
             "server_up": float(self.takes_requests),
             "server_requests_running": len(self.running),
-            "server_cache_blocks": self.belief.num_blocks,
-            "server_cache_capacity_blocks": self.belief.capacity_blocks,
+            "server_cache_blocks": 0 if cache is None else cache.num_blocks,
+            "server_cache_capacity_blocks": 0 if cache is None else cache.capacity_blocks,
             **{f"server_{name}_total": self.counts[name] for name in _COUNTERS},
         }
 
 
-_COUNTERS = ("requests", "failures", "leaves", "prompt_tokens", "cached_tokens")
+_COUNTERS = ("requests", "failures", "leaves", "prompt_tokens", "cached_tokens", "expected_tokens")
 
 
 class Pool:
     """The servers that list the same models, behind a conductor of their own."""
 
-    def __init__(self, models: tuple[str, ...], desk: conductor.Desk) -> None:
-        self.models, self.desk = models, desk
-        self._namer = lru_cache(MAX_NAMERS)(partial(_namer, models[0] if models else ""))
-
-    def named(self, passed: PassedRequest) -> tuple[int, tuple[BlockName, ...]]:
-        """Returns the length of a request's prompt in tokens, and the names of its blocks."""
-        num_tokens = max(1, len(passed.prefix) // TOKEN_BYTES)
-        words = memoryview(passed.prefix[: min(num_tokens * TOKEN_BYTES, MAX_NAMED_BYTES)])
-        words = words[: len(words) // TOKEN_BYTES * TOKEN_BYTES]
-        return num_tokens, tuple(self._namer(passed.salt).names(words.cast("I")))
-
-
-def _namer(revision: str, salt: str) -> BlockNamer:
-    return BlockNamer(revision=revision, layout=TEXT, salt=salt)
+    def __init__(self, models: tuple[str, ...], naming: Naming, desk: conductor.Desk) -> None:
+        self.models, self.naming, self.desk = models, naming, desk
 
 
 class Fleet:
-    """All servers by URL, and their pools. `key`: an API key that the servers ask for; `new_recorder`: makes the
-    recorder of the pool of a number, None where nothing is recorded."""
+    """All servers by URL, and their pools.
+
+    `key`: an API key that the servers ask for; `new_recorder`: makes the recorder of the pool of a number, None where
+    nothing is recorded; `samples`: what the servers make of prompts, by the tokenizer from which requests have their
+    tokens, None where they have none; `state`: where what is believed of caches stays, None for nowhere.
+    """
 
     def __init__(
         self,
@@ -116,7 +111,10 @@ class Fleet:
         key: str | None,
         new_recorder: Callable[[int], Recorder] | None,
         decide: Decide,
+        samples: Samples | None = None,
+        state: StateFile | None = None,
     ) -> None:
+        self._samples, self._state = samples, state
         self.servers: dict[NodeId, Server] = {}
         self._wanted: dict[NodeId, None] = {}
         self._pools: dict[tuple[str, ...], Pool] = {}
@@ -130,6 +128,9 @@ class Fleet:
     async def run(self) -> AsyncGenerator[None]:
         """Watches the servers that are wanted, inside the context."""
         self._session = new_session()
+        if self._state is not None:
+            keeping = self._state.keep(self._snapshots, self._num_requests, lambda: self._wanted)
+            self._watching.add(asyncio.get_running_loop().create_task(keeping))
         try:
             yield
         finally:
@@ -137,6 +138,8 @@ class Fleet:
             for task in watching:
                 task.cancel()
             await asyncio.gather(*watching, return_exceptions=True)
+            for server in self.servers.values():
+                server.close()
             await self._session.close()
             for recorder in self._recorders:
                 recorder.close()
@@ -187,6 +190,7 @@ class Fleet:
 
     def _remove(self, server: Server) -> None:
         assert server.is_draining and server.watching is not None
+        server.close()
         del self.servers[server.node]
         server.watching.cancel()
         server.looked.set()
@@ -273,6 +277,7 @@ class Fleet:
 
     def _leave(self, server: Server, reason: str) -> None:
         pool, server.pool = server.pool, None
+        server.close()
         if pool is not None:
             log.warning("%s is left: %s", server.node, reason)
             server.counts["leaves"] += 1
@@ -280,11 +285,41 @@ class Fleet:
             if server.is_draining:
                 self._remove(server)
 
-    def _new_pool(self, models: tuple[str, ...]) -> Pool:
+    def _new_pool(self, models: tuple[str, ...], first: Description, *, knows_tokens: bool) -> Pool:
         if self._new_recorder is not None:
             self._recorders.append(self._new_recorder(len(self._pools)))
         log = self._recorders[-1].record if self._recorders else None
-        return Pool(models, conductor.Desk(conductor.Conductor(self._rules), self._rejoin_ms, log))
+        desk = conductor.Desk(conductor.Conductor(self._rules), self._rejoin_ms, log)
+        return Pool(models, Naming(first, knows_tokens=knows_tokens), desk)
+
+    async def _knows_tokens(self, server: Server, told: Description) -> bool:
+        """Whether requests come with the tokens that this server makes of their prompts, as far as it says."""
+        for question, expected in self._samples or ():
+            found = await server.client.tokenize(told.names[0], question) if told.names else ()
+            if found and found != expected:
+                log.warning(
+                    "%s has another tokenizer or chat template: prompts are known by their text", server.node
+                )
+                return False
+        return self._samples is not None
+
+    def _kept_of(self, server: Server) -> Kept | None:
+        """Returns what was believed of a server that is asked what it is: in an earlier run, or until it left, where it
+        says whether it is still the same process."""
+        if server.cache is None or server.description is None:
+            return self._state.take(str(server.node)) if self._state is not None else None
+        return server.cache.snapshot()() if server.description.started_s else None
+
+    def _snapshots(self) -> list[Callable[[], Kept]]:
+        """What is believed of all servers' caches."""
+        return [server.cache.snapshot() for server in self.servers.values() if server.cache is not None]
+
+    def _num_requests(self) -> int:
+        return sum(server.counts["requests"] for server in self.servers.values())
+
+    def _report(self, pool: Pool, reports: Reports) -> None:
+        for report in reports:
+            self._decide(pool, report)
 
     async def _look(self, server: Server) -> str:
         """Asks a server what it is, and takes it in. Returns why not, "" if so."""
@@ -292,20 +327,26 @@ class Fleet:
             description = await server.client.describe()
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             return f"{server.node}: {said(error)}"
+        kept = self._kept_of(server)
         server.description = description
         server.hear()
-        num_blocks = description.kv_tokens // BLOCK_TOKENS
-        server.belief = PlainServer(server.node, num_blocks)
         models = tuple(sorted(description.names))
+        knows_tokens = await self._knows_tokens(server, description)
         if models not in self._pools:
-            self._pools[models] = self._new_pool(models)
-        server.pool = server.home = self._pools[models]
+            self._pools[models] = self._new_pool(models, description, knows_tokens=knows_tokens)
+        server.pool = server.home = pool = self._pools[models]
+        server.cache = Cached(server.node, description, pool.naming, partial(self._report, pool))
         self._decide(
-            server.pool,
+            pool,
             conductor.NodeJoined(
-                server.node, MIXED, UNLIMITED_TOKENS, BLOCK_TOKENS, cache_blocks=server.belief.capacity_blocks
+                server.node, MIXED, UNLIMITED_TOKENS, pool.naming.block_tokens,
+                cache_blocks=server.cache.capacity_blocks,
             ),
-        )
+        )  # fmt: skip
+        if kept is not None:
+            server.cache.restore(kept)
+        if knows_tokens:
+            server.cache.listen(kept)
         return ""
 
     async def _watch(self, server: Server) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import re
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Annotated, Any
 
 import aiohttp
 import msgspec
@@ -34,16 +34,49 @@ NOT_PASSED_BACK = frozenset(
 """Headers of one connection, and those that the gateway adds itself."""
 _BLOCKS = re.compile(r"^vllm:cache_config_info\{([^}]*)\}", re.MULTILINE)
 _POOL = re.compile(r"^sglang:max_total_num_tokens(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+_STARTED = re.compile(r"^process_start_time_seconds (\d+(?:\.\d+)?(?:e\+?\d+)?)$", re.MULTILINE)
+_PORT = re.compile(r"tcp://\S+:(\d{1,5})")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
+
+
+class EventSource(msgspec.Struct, frozen=True):
+    """ZeroMQ endpoints of a server's KV events, on its own machine. `replay`: where it says them again, "" if it does
+    not; `topic`: of its messages."""
+
+    endpoint: str
+    replay: str = ""
+    topic: str = ""
+
+
+class _Source(msgspec.Struct):
+    """Of vLLM's `/kv_event_sources`, by rank."""
+
+    publisher: str = ""
+    endpoint: str = ""
+    replay_endpoint: str | None = None
+    topic: Annotated[str, msgspec.Meta(max_length=1024)] = ""
+
+
+class _Tokens(msgspec.Struct):
+    tokens: tuple[int, ...] = ()
+
+
+_tokens = msgspec.json.Decoder(_Tokens).decode
+_sources = msgspec.json.Decoder(dict[str, _Source]).decode
 
 
 class Description(msgspec.Struct, frozen=True):
     """What a server says of itself. `models`: the entries of `/v1/models`; `kv_tokens`: tokens that its KV memory
-    holds, 0 if it does not say; `kind`: vllm, sglang, or "" where its metrics do not tell."""
+    holds, and `block_tokens`: of one block, 0 if it does not say; `kind`: vllm, sglang, or "" where its metrics do not
+    tell; `started_s`: when its process started, in seconds since 1970, 0 if it does not say; `events`: where it
+    publishes its KV events."""
 
     models: tuple[dict[str, Any], ...]
     kv_tokens: int = 0
     kind: str = ""
+    block_tokens: int = 0
+    started_s: float = 0.0
+    events: EventSource | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -133,17 +166,55 @@ class PlainClient:
             metrics = (await self._get("/metrics")).decode("utf8", "replace")
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
             metrics = ""
-        kv_tokens, kind = 0, ""
+        kv_tokens, kind, block_tokens, events = 0, "", 0, None
         if (found := _BLOCKS.search(metrics)) is not None:
             labels = dict(_LABEL.findall(found[1]))
             kind = "vllm"
             if labels.get("num_gpu_blocks", "").isdigit() and labels.get("block_size", "").isdigit():
-                kv_tokens = int(labels["num_gpu_blocks"]) * int(labels["block_size"])
+                block_tokens = int(labels["block_size"])
+                kv_tokens = int(labels["num_gpu_blocks"]) * block_tokens
+            events = await self._events()
         elif "sglang:" in metrics:
             kind = "sglang"
             if (pool := _POOL.search(metrics)) is not None:
                 kv_tokens = int(float(pool[1]))
-        return Description(models, kv_tokens, kind)
+        started = _STARTED.search(metrics)
+        started_s = float(started[1]) if started is not None else 0.0
+        return Description(models, kv_tokens, kind, block_tokens, started_s, events)
+
+    async def _events(self) -> EventSource | None:
+        """Returns where the server publishes KV events, if it does so, and has one cache."""
+        try:
+            told = _sources(await self._get("/kv_event_sources"))
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError, RecursionError):
+            return None  # of an older version
+        (source, *others) = [*told.values()] or [_Source()]
+        endpoint = self._reachable(source.endpoint)
+        if others or source.publisher != "zmq" or not endpoint:
+            return None
+        return EventSource(endpoint, self._reachable(source.replay_endpoint or ""), source.topic)
+
+    def _reachable(self, endpoint: str) -> str:
+        """Returns an endpoint as it is reached from here, "" if it is none of TCP. Whatever machine a server names,
+        its own is connected to."""
+        port, host = _PORT.fullmatch(endpoint), URL(self.url).host
+        if port is None or host is None or not 0 < int(port[1]) < 1 << 16:
+            return ""
+        return f"tcp://[{host}]:{port[1]}" if ":" in host else f"tcp://{host}:{port[1]}"
+
+    async def tokenize(self, model: str, question: bytes) -> tuple[int, ...]:
+        """Returns the tokens of a prompt, an object as `/tokenize` takes it but for its model; none from a server that
+        does not tell them."""
+        body = msgspec.json.encode({**msgspec.json.decode(question), "model": model})
+        headers = {"Content-Type": "application/json", **self._own()}
+        timeout = aiohttp.ClientTimeout(total=ASK_S)
+        try:
+            async with self._session.post(
+                f"{self.url}/tokenize", data=body, headers=headers, timeout=timeout
+            ) as response:
+                return _tokens(await _limited(response)).tokens if response.ok else ()
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError, RecursionError):
+            return ()
 
     async def alive(self, limit_s: float) -> None:
         """Returns when the server gives a sign of life, whatever it says. Raises as `describe`."""
@@ -173,12 +244,17 @@ class PlainClient:
         timeout = aiohttp.ClientTimeout(total=ASK_S)
         async with self._session.get(self.url + path, headers=self._own(), timeout=timeout) as response:
             response.raise_for_status()
-            found = bytearray()
-            async for chunk in response.content.iter_any():
-                found += chunk
-                if len(found) > MAX_TOLD_BYTES:
-                    raise ValueError(f"{path} has more than {MAX_TOLD_BYTES} bytes")
-            return bytes(found)
+            return await _limited(response)
 
     def _own(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self._key}"} if self._key else {}
+
+
+async def _limited(response: aiohttp.ClientResponse) -> bytes:
+    """Returns a body. Raises ValueError for one that is too long."""
+    found = bytearray()
+    async for chunk in response.content.iter_any():
+        found += chunk
+        if len(found) > MAX_TOLD_BYTES:
+            raise ValueError(f"{response.url.path} has more than {MAX_TOLD_BYTES} bytes")
+    return bytes(found)

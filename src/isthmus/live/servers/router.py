@@ -25,9 +25,10 @@ from isthmus.core.errors import IsthmusError, RequestError, StartError, Unavaila
 from isthmus.core.types import NS_PER_S, PassedRequest, RequestId, sharing
 from isthmus.live.cluster.recorder import Recorder
 from isthmus.live.cluster.streams import refusal
-from isthmus.live.servers.fleet import BLOCK_TOKENS, Fleet, Pool, Server
+from isthmus.live.servers.fleet import Fleet, Pool, Samples, Server
 from isthmus.live.servers.members import Members
 from isthmus.live.servers.plain import Response, said
+from isthmus.live.servers.state_file import StateFile
 
 UNSAID_TOKENS = 256
 """Tokens of an answer whose request has no limit."""
@@ -46,7 +47,7 @@ class _Open:
 
     def __init__(self, passed: PassedRequest, pool: Pool) -> None:
         self.passed, self.pool = passed, pool
-        self.num_tokens, self.names = pool.named(passed)
+        self.named = pool.naming.named(passed)
         self.route: conductor.Route | None = None
         self.error: IsthmusError | None = None
         self.sending: asyncio.Task[Response] | None = None
@@ -81,7 +82,7 @@ class Router:
     `rules`: of the conductor; `entries`: URLs, and names of several servers (`members.py`); `rejoin_s`: how long
     requests wait for a server that comes back; `key`: an API key that the servers ask for; `new_recorder`: makes the
     recorder of the pool of a number, None where nothing is recorded; `alias_of`: the name of a tenant for the
-    conductor.
+    conductor; `samples`, `state`: as of the `Fleet`.
     """
 
     def __init__(
@@ -93,10 +94,15 @@ class Router:
         key: str | None = None,
         new_recorder: Callable[[int], Recorder] | None = None,
         alias_of: Callable[[str], str] = str,
+        samples: Samples | None = None,
+        state: StateFile | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._alias_of, self._clock_ns = alias_of, clock_ns
-        self._fleet = Fleet(rules, rejoin_s=rejoin_s, key=key, new_recorder=new_recorder, decide=self._decide)
+        self._fleet = Fleet(
+            rules, rejoin_s=rejoin_s, key=key, new_recorder=new_recorder, decide=self._decide,
+            samples=samples, state=state,
+        )  # fmt: skip
         self._members = Members(entries, self._fleet.want)
         self._open: dict[RequestId, _Open] = {}
 
@@ -168,7 +174,8 @@ class Router:
         self._decide(
             pool,
             conductor.RequestArrived(
-                passed.request, tenant.name, request.num_tokens, passed.max_tokens or UNSAID_TOKENS, request.names,
+                passed.request, tenant.name, request.named.num_tokens, passed.max_tokens or UNSAID_TOKENS,
+                request.named.names,
                 passed.priority, passed.ttft_ms, passed.tbt_ms, weight=passed.weight,
             ),
         )  # fmt: skip
@@ -216,7 +223,8 @@ class Router:
         passed = request.passed
         server.running.add(passed.request)
         server.counts["requests"] += 1
-        request.believed = server.belief.match(request.names)
+        cache = server.cache
+        request.believed = 0 if cache is None else cache.match(request.named)
         request.sending = asyncio.ensure_future(server.client.send(passed))
         presumed = None if passed.is_streamed else self._presume(request, server, route)
         try:
@@ -300,10 +308,9 @@ class Router:
     def _begun(self, request: _Open, server: Server, route: conductor.Route, *, is_computed: bool) -> None:
         """Takes the first bytes of an answer: its prompt is computed, and cached, unless they are an error's."""
         self._decide(request.pool, conductor.FirstToken(request.passed.request, route.attempt))
-        if is_computed and request.error is None and server.pool is request.pool:
+        if is_computed and request.error is None and server.pool is request.pool and server.cache is not None:
             tenant = sharing(request.passed.tenant, request.passed.weight)
-            for report in server.belief.computed(request.names, tenant):
-                self._decide(request.pool, report)
+            server.cache.computed(request.named, tenant)
 
     def ended(self, request: _Open, server: Server, tail: bytes, num_events: int) -> tuple[int, int]:
         """Takes the end of an answer, whose last bytes are `tail`. Returns the tokens of prompt and answer, as it says
@@ -315,11 +322,16 @@ class Router:
         server.hear()
         if num_prompt and "cached_tokens" in usage:
             server.counts["cached_tokens"] += usage["cached_tokens"]
-            believed = request.believed * BLOCK_TOKENS / request.num_tokens
-            server.belief.told(believed, usage["cached_tokens"] / num_prompt)
+            block_tokens = request.pool.naming.block_tokens
+            # Servers compute the last token in any case.
+            whole = max(0, num_prompt - 1) // block_tokens
+            server.counts["expected_tokens"] += min(request.believed, whole) * block_tokens
+            believed = request.believed * block_tokens / request.named.num_tokens
+            if server.cache is not None:
+                server.cache.corrected(request.named, believed, usage["cached_tokens"] / num_prompt)
         server.running.discard(request.passed.request)
         self._decide(request.pool, conductor.RequestEnded(request.passed.request, max(1, num_generated)))
-        return num_prompt or request.num_tokens, num_generated
+        return num_prompt or request.named.num_tokens, num_generated
 
     def broken(self, request: _Open, server: Server, error: BaseException | None) -> None:
         """Takes the end of an answer that is not whole: its server failed, or (None) its client left."""
@@ -336,7 +348,7 @@ class PassedBack:
     def __init__(self, router: Router, request: _Open, server: Server, response: Response) -> None:
         self.status, self.headers = response.status, response.headers
         self._router, self._request, self._server, self._response = router, request, server, response
-        self.num_tokens = (request.num_tokens, 0) if response.status == 200 else (0, 0)
+        self.num_tokens = (request.named.num_tokens, 0) if response.status == 200 else (0, 0)
         self._is_over = False
 
     def close(self) -> None:

@@ -82,9 +82,6 @@ def server(
     model: Path, path: Path, log: Path, *args: str, dtype: str = "float32", **extra: Any
 ) -> Iterator[Server]:
     """A server for `model` whose connector finds its adapter at `path`."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     transfer = {
         "kv_connector": "IsthmusConnector",
         "kv_connector_module_path": "isthmus_vllm.connector",
@@ -92,10 +89,29 @@ def server(
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"socket": str(path), **extra},
     }
-    command = ["taskset", "-c", CORE, PYTHON, "-m", "vllm.entrypoints.openai.api_server"]
+    with started(model, log, transfer, *args, dtype=dtype) as found:
+        yield found
+
+
+@contextmanager
+def started(
+    model: Path,
+    log: Path,
+    transfer: dict[str, Any],
+    *args: str,
+    core: str = CORE,
+    dtype: str = "float32",
+    env: dict[str, str] | None = None,
+) -> Iterator[Server]:
+    """A server for `model` on one `core`, with a `--kv-transfer-config`, if not empty, and more of the environment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = ["taskset", "-c", core, PYTHON, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(model), "--served-model-name", "m", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--dtype", dtype, "--max-num-seqs", "16", "--enforce-eager", "--block-size", "32"]
-    command += ["--kv-transfer-config", json.dumps(transfer), *args]
+    command += ["--kv-transfer-config", json.dumps(transfer)] if transfer else []
+    command += args
     environment = {
         **os.environ,
         "PYTHONPATH": SOURCE,
@@ -103,9 +119,10 @@ def server(
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": CORE,
+        "VLLM_CPU_OMP_THREADS_BIND": core,
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_TARGET_DEVICE": "cpu",
+        **(env or {}),
     }
     for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY"):
         environment.pop(name, None)

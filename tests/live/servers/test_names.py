@@ -387,3 +387,18 @@ def test_a_damaged_state_is_as_none(tmp_path: Path, caplog: pytest.LogCaptureFix
     again = StateFile(file)
     again.load()
     assert again.take("s") is None and "is damaged" in caplog.text
+
+
+def test_servers_that_are_not_wanted_any_more_are_not_kept(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with serving(2, metrics=METRICS + STARTED) as (one, other):
+            async with routed(one, other, state=tmp_path / "state") as router:
+                for number in range(4):
+                    await ask(router, prompt(conversation(number)))
+            async with routed(one, state=tmp_path / "state") as router:
+                await ask(router, prompt(conversation(1)))
+        file = StateFile(tmp_path / "state")
+        file.load()
+        assert file.take(one.url) is not None and file.take(other.url) is None
+
+    run(test)

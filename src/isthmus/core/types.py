@@ -73,7 +73,7 @@ class Sampling(msgspec.Struct, frozen=True):
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Sequences of tokens that the answer must not contain."""
     grammar: str = ""
-    """What the answer's text must match, as llguidance reads it; "": anything. Where it is complete only the model's
+    """What the answer's text must match, in llguidance's Lark; "": anything. Where it is complete only the model's
     end tokens are left, and they end the answer, also for `ignore_eos` and before `min_tokens`."""
 
 

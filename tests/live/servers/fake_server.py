@@ -112,6 +112,8 @@ class Request:
     blocks: list[int] = field(default_factory=list)
     out: asyncio.Queue[tuple[int, str | None]] = field(default_factory=asyncio.Queue)
     num_prompt: int = 0
+    matcher: Any = None
+    """Of its grammar."""
 
     @property
     def params(self) -> dict[str, Any]:
@@ -139,6 +141,7 @@ class Engine:
         self.counts: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
         self.token_s = 0.0
+        self.drifts = False
         self.requests: dict[str, Request] = {}
         self.kept: dict[str, tuple[bytes, int, float]] = {}
         """What another engine is to read: what it is, its blocks, and until when."""
@@ -151,6 +154,8 @@ class Engine:
         """Blocks of requests that ended while theirs were loaded."""
         self._said: list[dict[str, Any]] = []
         self._work, self._tasks = asyncio.Event(), set[asyncio.Task[None]]()
+        self.ends = (config["eos_token_id"],)
+        self._tokenizer: Any = None
         self.planner: Any = None
         transfer = json.loads(options.kv_transfer_config)
         if transfer["kv_connector"] == "IsthmusConnector":
@@ -174,6 +179,22 @@ class Engine:
             timeout_s=90,
         )
         self.planner = Planner(self.size, self._used.update, self._used.subtract)
+
+    def matcher_of(self, grammar: str) -> Any:
+        """As vLLM's back end `guidance`. Raises ValueError."""
+        from llguidance import LLMatcher, LLTokenizer, grammar_from
+
+        if self.options.grammars == "refused":
+            raise ValueError("made to fail")
+        if self.options.grammars == "ignored":
+            return None
+        if self._tokenizer is None:
+            text = (Path(self.options.model) / "tokenizer.json").read_text()
+            self._tokenizer = LLTokenizer(text, None, list(self.ends))
+        matcher = LLMatcher(self._tokenizer, grammar_from("grammar", grammar), log_level=0)
+        if matcher.is_error():
+            raise ValueError(matcher.get_error())
+        return matcher
 
     @property
     def num_used(self) -> int:
@@ -376,13 +397,16 @@ class Engine:
 
     def _sample(self, request: Request) -> None:
         token = next_token(request.tokens)
-        if not request.right:
+        if not request.right or self.drifts:
             token = token % 250 + 1
+        if request.matcher is not None:
+            token = _next_allowed(request.matcher, token)
         if not request.num_prompt:
             request.num_prompt = len(request.tokens)
         request.tokens.append(token)
         num, finish = len(request.tokens) - request.num_prompt, None
-        if token in request.body.get("stop_token_ids", ()) and num >= request.body.get("min_tokens", 0):
+        ends = {*request.body.get("stop_token_ids", ()), *(() if request.body.get("ignore_eos") else self.ends)}
+        if token in ends and num >= request.body.get("min_tokens", 0):
             finish = "stop"
         elif num >= request.max_tokens:
             finish = "length"
@@ -407,6 +431,15 @@ class Engine:
 
     def read_by_nobody(self, name: str) -> None:
         self.counts["released"] += self.kept.pop(name, None) is not None
+
+
+def _next_allowed(matcher: Any, token: int) -> int:
+    """Chooses the grammar's next token by what would come without it."""
+    mask = numpy.frombuffer(matcher.compute_bitmask(), numpy.uint8)
+    allowed = [int(each) for each in numpy.flatnonzero(numpy.unpackbits(mask, bitorder="little"))]
+    found = allowed[token % len(allowed)]
+    assert matcher.consume_token(found)
+    return found
 
 
 def _where(params: dict[str, Any]) -> str:
@@ -469,11 +502,13 @@ class Server:
 
     async def _fault(self, asked: web.Request) -> web.Response:
         """`token_s`: how long a token takes from now on; `kill`: at once; `hold`: nothing is read from other engines;
-        `refuse` and `die`, in the third token: so many of the requests to come."""
+        `refuse` and `die`, in the third token: so many of the requests to come; `drift`: other tokens
+        from the next death on."""
         fault = await asked.json()
         if "kill" in fault:
             os.kill(os.getpid(), signal.SIGKILL)
         self.engine.token_s = fault.pop("token_s", self.engine.token_s)
+        self.engine.drifts = False
         dict.update(self.engine.faults, fault)  # a counter would add
         return web.Response()
 
@@ -500,6 +535,11 @@ class Server:
         self._number += 1
         name = f"cmpl-{asked.headers.get('X-Request-Id', '')}-{self._number}"
         request = Request(name, body, list(body["prompt"]), body["max_tokens"], body.get("cache_salt") or "")
+        if outputs := body.get("structured_outputs"):
+            try:
+                request.matcher = engine.matcher_of(outputs["grammar"])
+            except ValueError as error:
+                return _error(400, f"Grammar error: {error}")
         if params.get("do_remote_decode") and (body.get("stream") or body["max_tokens"] != 1):
             engine.counts["params_lost"] += 1
         dies = bool(body.get("stream")) and engine.faults["die"] > 0
@@ -543,6 +583,7 @@ class Server:
             await _say(response, {"choices": [choice], "usage": None})
             if dies and num == 3:
                 self.engine.counts["died"] += 1
+                self.engine.drifts = bool(self.engine.faults["drift"])
                 assert asked.transport is not None
                 asked.transport.abort()
                 return response
@@ -574,6 +615,7 @@ def _options() -> argparse.Namespace:
     for name in ("--port", "--block-size", "--kv-cache-memory-bytes"):
         parser.add_argument(name, type=int, required=True)
     parser.add_argument("--max-model-len", type=int)
+    parser.add_argument("--grammars")
     return parser.parse_known_args()[0]
 
 

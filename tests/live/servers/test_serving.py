@@ -9,6 +9,7 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,7 +25,7 @@ import pytest
 from benchmarks.served import reserved_port
 from isthmus.config import load_config
 from isthmus.live.servers.server import ServerSockets, arguments_of
-from tests.models import make_model
+from tests.models import EOS, make_model
 from tests.served import LIMIT_S, Served, alive, node_pid, serve, streamed
 
 from .fake_server import digest, expected_tokens, stand_in, url_of
@@ -48,7 +49,7 @@ SHAPES: dict[str, dict[str, int]] = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("vllm") / "tiny"
-    make_model(folder, "llama")
+    make_model(folder, "llama", eos_token_id=EOS)
     return folder
 
 
@@ -66,7 +67,7 @@ class Cluster:
         self.served.be_told()
         self._told = {name: self.served._last(name) for name in GAINED}
         for node in self.served._last("kv_blocks"):
-            self.fault(node, token_s=0, hold=0, refuse=0, die=0)
+            self.fault(node, token_s=0, hold=0, refuse=0, die=0, drift=0)
             self._counted[self.url(node)] = self.counts(node)
 
     def prompts(self, count: int, length: int = 93) -> list[list[int]]:
@@ -336,6 +337,66 @@ def test_a_request_that_a_server_fails_is_routed_again(kind: str, fault: str, cl
         found.check()
 
 
+OBJECT = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": OBJECT}}
+LETTERS = {"structured_outputs": {"regex": "[a-z]{60}"}}
+PENALTY = {"presence_penalty": 0.5, "ignore_eos": True}
+
+
+@each_kind
+def test_answers_follow_their_grammars(kind: str, clusters: Clusters) -> None:
+    """Their ends are end tokens, also of requests that ignore those."""
+    with clusters.of(kind, "1P1D") as found:
+
+        def ask(**fields: Any) -> str:
+            tokens = found.served.tokens(found.prompt, 300, **fields)
+            assert tokens[-1] == EOS
+            return bytes(tokens[:-1]).decode()
+
+        form = {"type": "json_schema", "json_schema": {"name": "person", "schema": OBJECT}}
+        assert json.loads(ask(response_format=form)).keys() == {"name", "age"}
+        assert re.fullmatch("a/b[0-9]{2,4}", ask(structured_outputs={"regex": "a/b[0-9]{2,4}"}))
+        assert ask(guided_choice=["yes}", "no"], ignore_eos=True) in ("yes}", "no")
+        assert re.fullmatch("(ab)+c", ask(guided_grammar='root ::= ("ab")+ "c"'))
+        call = {"type": "function", "function": {"name": "weather"}}
+        body = {"messages": [{"role": "user", "content": "?"}], "tools": [TOOL], "max_tokens": 300}
+        reply = found.served.http.post(
+            "/v1/chat/completions", json={"model": found.served.model, "tool_choice": call, **body}
+        )
+        (called,) = reply.json()["choices"][0]["message"]["tool_calls"]
+        assert json.loads(called["function"]["arguments"]).keys() == {"name", "age"}
+        found.check()
+
+
+@pytest.mark.parametrize("fields", [LETTERS, PENALTY], ids=["grammar", "penalty"])
+@each_kind
+def test_an_answer_with_a_state_is_drawn_again_by_who_goes_on(
+    kind: str, fields: dict[str, Any], clusters: Clusters
+) -> None:
+    """A server knows the state of a grammar, and what penalties count, only of tokens that it drew."""
+    with clusters.of(kind, "1P1D") as found:
+        expected = found.served.tokens(found.prompt, 60, **fields)
+        found.fault("decode-0", die=1)
+        assert found.served.tokens(found.prompt, 60, **fields) == expected
+        assert found.counts("decode-0")["died"] == 1
+        found.check()
+
+
+@pytest.mark.parametrize("fields", [LETTERS, PENALTY], ids=["grammar", "penalty"])
+def test_an_answer_that_is_drawn_otherwise_fails(fields: dict[str, Any], clusters: Clusters) -> None:
+    with clusters.of("pool", "1P1D") as found:
+        found.fault("decode-0", die=1, drift=1)
+        body = body_of(found, 60) | {"stream": False} | fields
+        reply = found.served.http.post("/v1/completions", json=body)
+        assert reply.status_code == 503 and "drew other tokens than those that were sent" in reply.text
+        found.check()
+
+
 @each_kind
 def test_sigterm_lets_running_answers_finish(kind: str, clusters: Clusters) -> None:
     with clusters.of(kind, "1P1D") as found, ThreadPoolExecutor(1) as pool:
@@ -386,7 +447,7 @@ PROMPT = list(range(1, 93))
 
 
 @contextlib.contextmanager
-def running(home: Path, model: Path, *, key: str = "") -> Iterator[dict[str, Any]]:
+def running(home: Path, model: Path, *more: str, key: str = "") -> Iterator[dict[str, Any]]:
     """A server that somebody else started, and the section `engine` of a node for it."""
     with reserved_port() as port:
         home.mkdir()
@@ -395,7 +456,7 @@ def running(home: Path, model: Path, *, key: str = "") -> Iterator[dict[str, Any
         config = load_config(None, {"engine": engine, "cache.dram": "16MiB", "roles": SHAPES["mixed"]})
         arguments = arguments_of(config, str(model), "float32", 0, port, ServerSockets(home))
         arguments[arguments.index("--served-model-name") + 1] = "theirs"
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments]
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments, *more]
         with subprocess.Popen(command, env=os.environ | stand_in(home) | {"VLLM_API_KEY": key}) as process:
             try:
                 yield engine
@@ -416,6 +477,21 @@ def test_a_server_that_runs_already_is_a_node(
                 for answer in answers:
                     assert answer["choices"][0]["token_ids"] == expected_tokens(PROMPT, 20)
                 assert [cached(answer) for answer in answers] == [expected, BLOCKS * 16]
+
+
+@pytest.mark.parametrize(
+    ("how", "why"), [("refused", "made to fail (HTTP 400)"), ("ignored", "start it without --reasoning-parser")]
+)
+def test_grammars_are_refused_where_the_server_follows_none(
+    how: str, why: str, model: Path, tmp_path: Path
+) -> None:
+    with running(tmp_path / "there", model, "--grammars", how) as engine:
+        settings = {"model": str(model), "engine": engine, "cache": {"dram": "16MiB"}, "roles": SHAPES["mixed"]}
+        with serve(tmp_path, settings) as served:
+            body = {"model": served.model, "prompt": PROMPT, "max_tokens": 60} | LETTERS
+            reply = served.http.post("/v1/completions", json=body)
+            assert reply.status_code == 400 and why in reply.text
+            assert served.tokens(PROMPT, 20) == expected_tokens(PROMPT, 20)
 
 
 def test_a_server_with_other_weights_is_no_node(model: Path, tmp_path: Path) -> None:

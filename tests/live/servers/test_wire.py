@@ -186,9 +186,19 @@ def test_a_connection_that_ends_in_a_save_takes_no_slot_back_that_becomes_a_bloc
             {"stop_tokens": tuple(range(MAX_STOPS + 1)), "min_tokens": 1},
             "vLLM nodes take 128 stop tokens at most beside min_tokens",
         ),
+        (
+            {"grammar": 'start: "a"'},
+            {"grammar": 'start: "a"', "min_tokens": 1},
+            "vLLM nodes take no min_tokens beside a grammar (response_format, forced tools)",
+        ),
+        (
+            {"grammar": 'start: "a"'},
+            {"grammar": 'start: "a"', "allowed_tokens": (1,)},
+            "vLLM nodes take no allowed_token_ids beside a grammar (response_format, forced tools)",
+        ),
     ],
 )
-def test_what_would_end_a_server_is_refused(most: dict[str, Any], more: dict[str, Any], said: str) -> None:
-    """vLLM's API takes it, and its engine dies of it."""
-    assert objection(Sampling(**most), continues=False) == ""
-    assert objection(Sampling(**more), continues=False) == said
+def test_what_vllm_takes_and_cannot_do_is_refused(most: dict[str, Any], more: dict[str, Any], said: str) -> None:
+    """vLLM's API takes it, and its engine dies of it, or answers what is not allowed."""
+    assert objection(Sampling(**most)) == ""
+    assert objection(Sampling(**more)) == said

@@ -1,4 +1,4 @@
-"""Structured output: turns the fields that constrain an answer into one grammar, in llguidance's form, which engines
+"""Structured output: turns the fields that constrain an answer into one grammar, in llguidance's Lark, which engines
 follow token by token (`Sampling.grammar`). White space between JSON's parts is allowed up to a length: a small model
 would write nothing else."""
 
@@ -186,7 +186,9 @@ def _json(schema: Any, param: str, *, spaces: bool = True) -> str:
 
 
 def _regex(regex: str, param: str) -> str:
-    return matcher_type(param).grammar_from_regex(regex)
+    """The Lark within the library's form: vLLM takes no other."""
+    lark: str = json.loads(matcher_type(param).grammar_from_regex(regex))["grammars"][0]["lark_grammar"]
+    return lark
 
 
 def _choice(choices: tuple[str, ...], param: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -112,7 +111,7 @@ def call_grammar(
         alone,
         several=use.several and named is None,
         forced=use.forced or bool(otherwise),
-        otherwise=f"@{_ANSWER}" if otherwise else "",
+        otherwise=_ANSWER if otherwise else "",
     )
     grammar = written(schemas, asked)
     if len(grammar) > limits.max_bytes:  # checked before compiling each schema, which is slow
@@ -133,18 +132,13 @@ def call_grammar(
             schemas[function.name] = ANY_ARGUMENTS
     grammar = written(schemas, asked)
     if otherwise:
-        grammar = _with_alternative(grammar, otherwise)
+        grammar += f"\n{_ANSWER}: %lark {{\n{otherwise}\n}}"
     check_grammar(grammar, "tools", tokenizer.for_grammars, limits)
     return grammar
 
 
 _ANSWER = "answer"
-
-
-def _with_alternative(calls: str, answer: str) -> str:
-    """The grammar of calls, with the answer's grammar as a sub-grammar: Lark, or llguidance's form of a regex."""
-    other = json.loads(answer)["grammars"][0] if answer.startswith("{") else {"lark_grammar": answer}
-    return json.dumps({"grammars": [{"lark_grammar": calls}, other | {"name": _ANSWER}]})
+"""Rule of an answer without a call; no other rule has this name."""
 
 
 def format_of(template: ChatTemplate | None, name: str) -> Format | None:

@@ -83,24 +83,30 @@ _encode = msgspec.json.encode
 _decode = msgspec.json.Decoder(_Answer).decode
 
 
-def objection(sampling: Sampling, *, continues: bool) -> str:
-    """Returns why vLLM cannot compute an attempt, "" if it can. `continues`: part of the answer was sent already and is
-    prompt for vLLM, which then ignores it for penalties."""
+def objection(sampling: Sampling) -> str:
+    """Returns why vLLM cannot compute an attempt, "" if it can."""
     if sampling.prompt_logprobs is not None:
         return "vLLM nodes do not score prompts: leave prompt_logprobs out"
     if sampling.bad_words:
         return "vLLM nodes take no bad_words"
-    if sampling.grammar:
-        return "vLLM nodes follow no grammars yet: leave response_format and forced tools out"
+    # vLLM goes on with any token where its masks leave none: the grammar's and one of these.
+    if sampling.grammar and sampling.allowed_tokens:
+        return "vLLM nodes take no allowed_token_ids beside a grammar (response_format, forced tools)"
+    if sampling.grammar and sampling.min_tokens:
+        return "vLLM nodes take no min_tokens beside a grammar (response_format, forced tools)"
     if len(sampling.allowed_tokens) > MAX_ALLOWED:
         return f"vLLM nodes take {MAX_ALLOWED} allowed_token_ids at most"
     if len(sampling.logit_bias) > MAX_BIASES:
         return f"vLLM nodes take a logit_bias of {MAX_BIASES} tokens at most"
     if sampling.min_tokens and len(sampling.stop_tokens) > MAX_STOPS:
         return f"vLLM nodes take {MAX_STOPS} stop tokens at most beside min_tokens"
-    if continues and (sampling.presence_penalty or sampling.frequency_penalty):
-        return "its vLLM node is gone, and no other can go on with penalties on what was said so far"
     return ""
+
+
+def starts_over(sampling: Sampling) -> bool:
+    """Whether an answer that another server began is drawn from its first token again: vLLM follows grammars, and
+    counts tokens for penalties, from the end of the prompt that it is given."""
+    return bool(sampling.grammar or sampling.presence_penalty or sampling.frequency_penalty)
 
 
 def body_of(sampling: Sampling, tokens: Sequence[int], num_prompt: int, max_tokens: int) -> dict[str, Any]:
@@ -131,6 +137,10 @@ def body_of(sampling: Sampling, tokens: Sequence[int], num_prompt: int, max_toke
         body["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias}
     if sampling.allowed_tokens:
         body["allowed_token_ids"] = list(sampling.allowed_tokens)
+    if sampling.grammar:
+        # The directive says whose Lark it is: XGrammar, which reads some of it otherwise, refuses it, and vLLM's back
+        # end "auto" then takes llguidance. A grammar's end is an end token, also for requests that ignore those.
+        body |= {"structured_outputs": {"grammar": f"%llguidance {{}}\n{sampling.grammar}"}, "ignore_eos": False}
     if sampling.logprobs is not None:
         body |= {"logprobs": sampling.logprobs, "return_tokens_as_token_ids": True}
     return body
@@ -153,7 +163,7 @@ class Client:
 
     async def compute(self, key: str, body: dict[str, Any]) -> Computed:
         """Computes a prompt, unstreamed: only a whole answer tells where its KV is. Raises EngineError."""
-        body = body | {"max_tokens": 1, "min_tokens": 0, "stream": False}
+        body = body | {"max_tokens": 1, "min_tokens": 0, "structured_outputs": None, "stream": False}
         async with _speaking("the session with vLLM broke: "), self._post(key, body) as response:
             await _check(response)
             answer = _read(await response.read())

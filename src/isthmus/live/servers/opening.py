@@ -72,6 +72,9 @@ async def opened(
             length = known.max_length or max_length
             engine = ServedEngine(revision_of(model), layout, known.num_blocks, length, remark)
             await _probe(server.client, sockets, engine)
+            if no_grammars := await _no_grammars(server.client):
+                log.warning("%s: %s", options.facts.node, no_grammars)
+                engine = replace(engine, no_grammars=no_grammars)
             if engine.num_blocks != options.facts.kv_blocks:
                 log.info("%s: vLLM has %d blocks of KV memory", options.facts.node, engine.num_blocks)
             facts = msgspec.structs.replace(options.facts, kv_blocks=engine.num_blocks)
@@ -186,3 +189,17 @@ async def _probe(client: Client, sockets: ServerSockets, engine: ServedEngine) -
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+async def _no_grammars(client: Client) -> str:
+    """Returns why the server follows no grammars, "" if it follows one that allows a single token."""
+    wanted = secrets.randbelow(200)
+    body = body_of(Sampling(temperature=0, grammar=f"start: <[{wanted}]>"), [1], 1, 1)
+    refused = f"vLLM at {client.url} follows no grammars (response_format, forced tools): "
+    try:
+        answer = client.answer(f"probe-grammar-{os.getpid()}", body, None)
+        found = [token.token async for tokens in answer for token in tokens]
+    except EngineError as error:
+        return refused + str(error)
+    # With vLLM's reasoning parser answers are free up to the end of their reasoning, which the node does not know of.
+    return "" if found == [wanted] else refused + "start it without --reasoning-parser"

@@ -30,7 +30,7 @@ from isthmus.live.cluster.runs import COUNTERS
 from isthmus.live.kv.cache import NodeCache, chains_of
 from isthmus.live.kv.mover import BlockMover
 from isthmus.live.peers import messages
-from isthmus.live.servers.client import Client, EngineError, Token, body_of, objection
+from isthmus.live.servers.client import Client, EngineError, Token, body_of, objection, starts_over
 from isthmus.live.servers.kv_events import EventListener, Translator
 from isthmus.live.servers.pages import Pages
 from isthmus.live.servers.server import Server, ServerSockets
@@ -48,6 +48,10 @@ SALT_BYTES = 16
 UNSEALED = "by NIXL: KV goes from engine to engine without seals, so nothing is promised about wrong tokens"
 _METRIC = re.compile(
     r"^vllm:(num_requests_waiting|kv_cache_usage_perc|num_preemptions_total)(?:\{[^}]*\})? (\S+)$", re.MULTILINE
+)
+_DIFFERS = (
+    "its vLLM node is gone, and another one, which drew the answer from its beginning, since it has a grammar or "
+    "penalties, drew other tokens than those that were sent"
 )
 _HANDOVER = {
     "do_remote_decode": True,
@@ -70,13 +74,14 @@ def read_metrics(text: str) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class ServedEngine:
-    """Facts of a running server. `remark`: for operators."""
+    """Facts of a running server. `remark`: for operators; `no_grammars`: why it follows none, "" if it does."""
 
     revision: str
     layout: KVLayout
     num_blocks: int
     max_length: int
     remark: str
+    no_grammars: str = ""
 
     @property
     def layers(self) -> tuple[int, int]:
@@ -250,14 +255,15 @@ class AdapterProcess(MemberProcess):
 
     async def _ask(self, work: Callable[..., Any], begin: events.StartAttempt, submit: events.Submit) -> None:
         key, sampling = submit.key, begin.sampling
-        reason = objection(sampling, continues=len(begin.tokens) > begin.num_prompt)
+        reason = objection(sampling) or (self._engine.no_grammars if sampling.grammar else "")
         if reason:
             self.tell(events.Broken(key, reason, final=True))
             return
         if self._pages is not None:
             self._pages.begin(key, begin.names)
-        max_tokens = begin.stop_length - len(begin.tokens)
-        body = body_of(sampling, begin.tokens, begin.num_prompt, max_tokens) | self._separated(begin.salt)
+        tokens = begin.tokens[: begin.num_prompt] if starts_over(sampling) else begin.tokens
+        max_tokens = begin.stop_length - len(tokens)
+        body = body_of(sampling, tokens, begin.num_prompt, max_tokens) | self._separated(begin.salt)
         params = self._params_of(begin, submit)
         if params is not None:
             body["kv_transfer_params"] = params
@@ -312,14 +318,18 @@ class AdapterProcess(MemberProcess):
             self.tell(events.SavesDone(submit.key))  # no worker will report it
 
     async def _answer(self, begin: events.StartAttempt, submit: events.Submit, body: dict[str, Any]) -> None:
-        key, index = submit.key, len(begin.tokens) - begin.num_prompt
+        key, said = submit.key, begin.tokens[begin.num_prompt :]
+        index = 0 if starts_over(begin.sampling) else len(said)
         first = True
         stream = self._client.answer(key, body, begin.sampling.logprobs)
         try:
             async with contextlib.aclosing(stream):
                 async for tokens in stream:
                     for token in tokens:
-                        self._put(begin, submit, index, token)
+                        if index >= len(said):
+                            self._put(begin, submit, index, token)
+                        elif token.token != said[index] or token.finish is not None:
+                            raise EngineError(_DIFFERS)
                         index += 1
                     if first:
                         self.tell(events.EnginePrefilled(key))

@@ -41,7 +41,7 @@ clusters.east.hardware clusters.east.gpus clusters.east.cost clusters.east.price
 engine.kind engine.hardware engine.gpus engine.cost
 engine.dtype engine.device engine.threads engine.block_size engine.kv_memory engine.token_budget
 engine.prompt_batch engine.max_sequences engine.max_length engine.batches
-engine.vllm.python engine.vllm.args engine.vllm.env engine.vllm.logs engine.vllm.attach engine.vllm.served_model_name
+engine.vllm.python engine.vllm.args engine.vllm.env engine.vllm.logs engine.vllm.attach
 engine.vllm.sockets engine.vllm.transfer
 scheduling.admission.name scheduling.order scheduling.chunking scheduling.partial_prefills
 scheduling.reserve scheduling.load_limit

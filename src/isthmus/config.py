@@ -242,7 +242,6 @@ class VllmConfig(_Section):
     env: dict[str, str] = Field(default_factory=dict)
     logs: str | None = None
     attach: str | None = None
-    served_model_name: str | None = None
     sockets: str | None = None
     transfer: Literal["pool", "nixl"] = "pool"
 
@@ -265,12 +264,17 @@ class VllmConfig(_Section):
     def _attaches_whole(self) -> VllmConfig:
         if self.attach is not None and self.sockets is None:
             raise ValueError("attach: give sockets too, the folder where the server and its node meet")
-        for name in ("sockets", "served_model_name"):
-            if self.attach is None and getattr(self, name) is not None:
-                raise ValueError(f"{name}: only with attach; a server that is started here is told")
+        if self.attach is None and self.sockets is not None:
+            raise ValueError("sockets: only with attach; a server that is started here is told")
         if self.attach is not None and (self.python is not None or self.args or self.env or self.logs):
             raise ValueError("attach: python, args, env and logs are for a server that is started here")
         return self
+
+
+def _block_size(engine: dict[str, Any]) -> int:
+    """Tokens of a block where none are given. A vLLM server is then not told either, and its own size counts, which is
+    this in most cases."""
+    return 128 if (engine.get("kind"), engine.get("device")) == ("vllm", "cpu") else 16
 
 
 class EngineConfig(_Section):
@@ -283,7 +287,7 @@ class EngineConfig(_Section):
     dtype: Literal["float32", "bfloat16"] | None = None
     device: str | None = Field(None, pattern=r"^(cpu|cuda(:\d+)?)$")
     threads: int | None = Field(None, ge=1, le=1024)
-    block_size: int = Field(16, ge=1, le=1024)
+    block_size: int = Field(default_factory=_block_size, ge=1, le=1024)
     kv_memory: Bytes = Field(2**30, gt=0)
     token_budget: int = Field(512, ge=1, le=1 << 20)
     prompt_batch: int | None = Field(None, ge=1)

@@ -6,7 +6,9 @@ Run with ISTHMUS_VLLM_PYTHON set to the Python of an environment that has vLLM 0
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +21,7 @@ import pytest
 
 from tests import served as serving
 from tests.connectors.served import PYTHON, SOURCE, server
-from tests.models import make_model
+from tests.models import EOS, make_model
 from tests.served import Served, children_of, node_pid, serve, streamed
 
 pytestmark = [
@@ -36,7 +38,9 @@ BLOCK = 32
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wide")
-    make_model(folder, "llama", num_hidden_layers=4, hidden_size=256, initializer_range=0.15)
+    make_model(folder, "llama", num_hidden_layers=4, hidden_size=256, initializer_range=0.15, eos_token_id=EOS)
+    tokenizer = folder / "tokenizer_config.json"
+    tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()) | {"eos_token": "<|eos|>"}))
     return folder
 
 
@@ -70,7 +74,7 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def settings(model: Path, transfer: str, **others: Any) -> dict[str, Any]:
     env = {"PYTHONPATH": SOURCE, "UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
-    engine = {
+    engine: dict[str, Any] = {
         "kind": "vllm", "device": "cpu", "block_size": BLOCK, "kv_memory": "256MiB", "max_length": 2048,
         "vllm": {"python": PYTHON, "transfer": transfer, "env": env},
     }  # fmt: skip
@@ -156,3 +160,37 @@ def _took(served: Served, body: dict[str, Any], number: int, answers: dict[int, 
     assert reply.status_code == 200, reply.text
     answers[number] = reply.json()["choices"][0]["token_ids"]
     return True
+
+
+def test_grammars_hold_when_their_server_dies(model: Path, prompts: list[list[int]], tmp_path: Path) -> None:
+    """With blocks of the size that vLLM chooses."""
+    schema = {"type": "object", "properties": {"age": {"type": "integer", "maximum": 99}}, "required": ["age"]}
+    form = {
+        "type": "json_schema",
+        "json_schema": {"name": "a", "schema": schema | {"additionalProperties": False}},
+    }
+    call = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    deployment = settings(model, "pool", roles={"prefill": 1, "decode": 1})
+    del deployment["engine"]["block_size"]
+    deployment["limits"] |= {"rejoin_s": 300}
+    letters = {"structured_outputs": {"regex": "[a-z ]{300}"}, "ignore_eos": True}
+    with serve(tmp_path, deployment) as served:
+        prompt = max(prompts, key=len)
+        *answer, end = served.tokens(prompt, 300, response_format=form)
+        assert end == EOS and json.loads(bytes(answer)).keys() == {"age"}
+        asked = {"tool_choice": "required", "tools": [call], "max_tokens": 300, "temperature": 0}
+        message = {"role": "user", "content": "?"}
+        reply = served.http.post(
+            "/v1/chat/completions", json={"messages": [message], "model": served.model, **asked}
+        )
+        assert reply.json()["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "f", reply.text
+        expected = served.tokens(prompt, 400, **letters)
+        assert re.fullmatch("[a-z ]{300}", bytes(expected[:-1]).decode()) and expected[-1] == EOS
+        answering = threading.Event()
+        with ThreadPoolExecutor(1) as pool:
+            found = pool.submit(streamed, served, prompt, 400, answering, **letters)
+            answering.wait()
+            (server_pid,) = children_of(node_pid(children_of(served.process.pid), "decode-0"))
+            os.kill(server_pid, signal.SIGKILL)
+            assert found.result() == expected
+        assert served.total("vllm_blocks_loaded_total") > 0

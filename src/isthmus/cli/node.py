@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from isthmus.config import Config
+    from isthmus.core.blocks import KVLayout
     from isthmus.facts import NodeFacts
     from isthmus.live.cluster.launcher import LaunchSpec
     from isthmus.live.cluster.process import EngineProcess, MemberProcess, NodeOptions, Runtime
@@ -177,18 +178,25 @@ async def _opened(spec: LaunchSpec, join_s: float) -> AsyncIterator[MemberProces
     from isthmus.facts import for_role
     from isthmus.live.servers.opening import opened
 
-    folder, facts = Path(spec.model), _facts_of(spec, config)
-    layout = kv_layout(config, folder)
-    assert layout is not None
+    folder = Path(spec.model)
+
+    def sized(block_size: int) -> tuple[NodeOptions, KVLayout]:
+        """The node and its KV, with blocks of this size."""
+        engine = config.engine.model_copy(update={"block_size": block_size})
+        own = config.model_copy(update={"engine": engine})
+        layout = kv_layout(own, folder)
+        assert layout is not None
+        return _options_of(spec, own, _facts_of(spec, own), join_s), layout
+
+    facts = _facts_of(spec, config)
     async with opened(
         for_role(config, facts.role),
         spec,
-        _options_of(spec, config, facts, join_s),
         _runtime_of(spec, config),
+        sized=sized,
         revision_of=sampled_revision,
-        layout=layout,
         max_length=served_length(config, folder, facts),
-        store_of=lambda engine: store_opener(
+        store_of=lambda engine, facts: store_opener(
             config, engine, engine.layout, spec.node, facts, ran_before=spec.start > 1
         ),
     ) as process:

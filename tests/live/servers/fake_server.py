@@ -481,8 +481,9 @@ class Server:
 
     async def _models(self, _: web.Request) -> web.Response:
         engine = self.engine
-        model = {"id": engine.options.served_model_name, "object": "model", "max_model_len": engine.max_length}
-        return web.json_response({"object": "list", "data": [model]})
+        names = engine.options.served_model_name
+        models = [{"id": name, "object": "model", "max_model_len": engine.max_length} for name in names]
+        return web.json_response({"object": "list", "data": models})
 
     async def _metrics(self, _: web.Request) -> web.Response:
         engine = self.engine
@@ -522,7 +523,7 @@ class Server:
     async def _complete(self, asked: web.Request) -> web.StreamResponse:
         engine, body = self.engine, await asked.json()
         params = body.get("kv_transfer_params") or {}
-        if body["model"] != engine.options.served_model_name:
+        if body["model"] not in engine.options.served_model_name:
             if params.get("do_remote_prefill"):
                 await engine.let_go(params)
             return _error(404, "The model does not exist.")
@@ -610,10 +611,12 @@ def _error(status: int, message: str) -> web.Response:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    for name in ("--model", "--served-model-name", "--dtype", "--kv-events-config", "--kv-transfer-config"):
+    for name in ("--model", "--dtype", "--kv-events-config", "--kv-transfer-config"):
         parser.add_argument(name, required=True)
-    for name in ("--port", "--block-size", "--kv-cache-memory-bytes"):
+    for name in ("--port", "--kv-cache-memory-bytes"):
         parser.add_argument(name, type=int, required=True)
+    parser.add_argument("--served-model-name", nargs="+", required=True)
+    parser.add_argument("--block-size", type=int, default=128)
     parser.add_argument("--max-model-len", type=int)
     parser.add_argument("--grammars")
     return parser.parse_known_args()[0]

@@ -167,6 +167,7 @@ def cluster(home: Path, model: Path, kind: str, shape: str) -> Iterator[Cluster]
     engine = {
         "kind": "vllm",
         "device": "cpu",
+        "block_size": 16,
         "kv_memory": BLOCK_BYTES * FEW if shape == "mixed" else 1 << 23,
         "vllm": {"transfer": kind, "env": stand_in(home)},
     }
@@ -339,7 +340,10 @@ def test_a_request_that_a_server_fails_is_routed_again(kind: str, fault: str, cl
 
 OBJECT = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
     "required": ["name", "age"],
     "additionalProperties": False,
 }
@@ -452,11 +456,11 @@ def running(home: Path, model: Path, *more: str, key: str = "") -> Iterator[dict
     with reserved_port() as port:
         home.mkdir()
         engine = {"kind": "vllm", "device": "cpu", "kv_memory": 1 << 23, "vllm": {"sockets": str(home)}}
-        engine["vllm"] |= {"attach": f"http://127.0.0.1:{port}", "served_model_name": "theirs"}  # type: ignore[operator]
+        engine["vllm"]["attach"] = f"http://127.0.0.1:{port}"  # type: ignore[index]
         config = load_config(None, {"engine": engine, "cache.dram": "16MiB", "roles": SHAPES["mixed"]})
         arguments = arguments_of(config, str(model), "float32", 0, port, ServerSockets(home))
-        arguments[arguments.index("--served-model-name") + 1] = "theirs"
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments, *more]
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments]
+        command += ["--served-model-name", "theirs", "too", *more]
         with subprocess.Popen(command, env=os.environ | stand_in(home) | {"VLLM_API_KEY": key}) as process:
             try:
                 yield engine
@@ -464,19 +468,21 @@ def running(home: Path, model: Path, *more: str, key: str = "") -> Iterator[dict
                 process.kill()
 
 
+@pytest.mark.parametrize("size", [16, 64])
 def test_a_server_that_runs_already_is_a_node(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    size: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It outlives its node, and the next one knows nothing wrong of what it has."""
+    """Whatever its names and its blocks. It outlives its node, and the next one knows nothing wrong of what it has."""
     monkeypatch.setenv("VLLM_API_KEY", "secret")
-    with running(tmp_path / "there", model, key="secret") as engine:
+    with running(tmp_path / "there", model, "--block-size", str(size), key="secret") as engine:
         settings = {"model": str(model), "engine": engine, "cache": {"dram": "16MiB"}, "roles": SHAPES["mixed"]}
-        for expected in (0, BLOCKS * 16):
+        known = (len(PROMPT) - 1) // size * size
+        for expected in (0, known):
             with serve(tmp_path, settings) as served:
                 answers = [served.complete(PROMPT, 20) for _ in range(2)]
                 for answer in answers:
                     assert answer["choices"][0]["token_ids"] == expected_tokens(PROMPT, 20)
-                assert [cached(answer) for answer in answers] == [expected, BLOCKS * 16]
+                assert [cached(answer) for answer in answers] == [expected, known]
 
 
 @pytest.mark.parametrize(
@@ -492,6 +498,20 @@ def test_grammars_are_refused_where_the_server_follows_none(
             reply = served.http.post("/v1/completions", json=body)
             assert reply.status_code == 400 and why in reply.text
             assert served.tokens(PROMPT, 20) == expected_tokens(PROMPT, 20)
+
+
+def test_a_server_with_blocks_of_another_size_than_was_asked_for_is_no_node(
+    model: Path, tmp_path: Path
+) -> None:
+    with running(tmp_path / "there", model) as engine:
+        settings = {"model": str(model), "engine": engine | {"block_size": 16}, "roles": SHAPES["mixed"]}
+        with (
+            pytest.raises(
+                AssertionError, match="has blocks of 128 tokens, engine.block_size is 16: leave that out"
+            ),
+            serve(tmp_path, settings | {"cache": {"dram": "16MiB"}}),
+        ):
+            pass
 
 
 def test_a_server_with_other_weights_is_no_node(model: Path, tmp_path: Path) -> None:

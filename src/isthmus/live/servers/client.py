@@ -140,7 +140,10 @@ def body_of(sampling: Sampling, tokens: Sequence[int], num_prompt: int, max_toke
     if sampling.grammar:
         # The directive says whose Lark it is: XGrammar, which reads some of it otherwise, refuses it, and vLLM's back
         # end "auto" then takes llguidance. A grammar's end is an end token, also for requests that ignore those.
-        body |= {"structured_outputs": {"grammar": f"%llguidance {{}}\n{sampling.grammar}"}, "ignore_eos": False}
+        body |= {
+            "structured_outputs": {"grammar": f"%llguidance {{}}\n{sampling.grammar}"},
+            "ignore_eos": False,
+        }
     if sampling.logprobs is not None:
         body |= {"logprobs": sampling.logprobs, "return_tokens_as_token_ids": True}
     return body

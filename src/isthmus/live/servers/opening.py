@@ -19,6 +19,7 @@ from isthmus.config import Config
 from isthmus.core.blocks import BlockNamer, KVLayout
 from isthmus.core.errors import StartError
 from isthmus.core.types import Sampling
+from isthmus.facts import NodeFacts
 from isthmus.live.cluster.launcher import LaunchSpec
 from isthmus.live.cluster.process import NodeOptions, Opener, Runtime
 from isthmus.live.servers.client import Client, EngineError, body_of
@@ -38,18 +39,17 @@ PROBE_S = 10.0
 async def opened(
     config: Config,
     spec: LaunchSpec,
-    options: NodeOptions,
     runtime: Runtime,
     *,
+    sized: Callable[[int], tuple[NodeOptions, KVLayout]],
     revision_of: Callable[[Path], str],
-    layout: KVLayout,
     max_length: int,
-    store_of: Callable[[ServedEngine], Opener],
+    store_of: Callable[[ServedEngine, NodeFacts], Opener],
 ) -> AsyncIterator[AdapterProcess]:
     """Yields the adapter of a server, which is stopped afterwards. Raises StartError.
 
-    `revision_of`: names the weights in a folder; `layout`: of the model's KV, but for its form, which the server tells;
-    `max_length`: 0 for as much as the server's memory holds.
+    `sized`: the node's options, and the layout of the model's KV but for its form, by tokens of a block: the server
+    tells both; `revision_of`: names the weights in a folder; `max_length`: 0 for as much as the server's memory holds.
     """
     given, model = config.engine.vllm, Path(spec.model)
     with contextlib.ExitStack() as stack:
@@ -63,10 +63,12 @@ async def opened(
                 raise StartError(
                     f"engine.vllm.sockets {folder}: cannot listen there: {error.strerror or error}"
                 ) from None
+        _, layout = sized(config.engine.block_size)
         server = await Server.start(config, spec, layout.dtype, max_length, sockets)
         try:
             await server.ready(config.limits.start_s)
-            known = await _known(server.client, layout)
+            known = await _known(server.client, config)
+            options, layout = sized(known.block_size)
             form, remark = await _form(known, server.client, pages, layout, model, revision_of)
             layout = msgspec.structs.replace(layout, form=form)
             length = known.max_length or max_length
@@ -79,23 +81,23 @@ async def opened(
                 log.info("%s: vLLM has %d blocks of KV memory", options.facts.node, engine.num_blocks)
             facts = msgspec.structs.replace(options.facts, kv_blocks=engine.num_blocks)
             options = replace(options, facts=facts)
-            yield AdapterProcess(engine, options, runtime, server, sockets, pages, store_of(engine))
+            yield AdapterProcess(engine, options, runtime, server, sockets, pages, store_of(engine, facts))
         finally:
             await server.stop()
             if pages is not None:
                 await pages.close()
 
 
-async def _known(client: Client, layout: KVLayout) -> Told:
-    """Returns the server's description of itself. Raises StartError if it contradicts the configuration."""
+async def _known(client: Client, config: Config) -> Told:
+    """Returns the server's description of itself, whose first name for its model the client uses from then on. Raises
+    StartError if it contradicts the configuration."""
     known = await told(client)
-    if client.model not in known.models:
+    client.model = known.models[0]
+    engine = config.engine
+    if "block_size" in engine.model_fields_set and known.block_size != engine.block_size:
         raise StartError(
-            f"engine.vllm.served_model_name: vLLM at {client.url} serves {', '.join(known.models)}, not {client.model}"
-        )
-    if known.block_size != layout.block_size:
-        raise StartError(
-            f"vLLM at {client.url} has blocks of {known.block_size} tokens, engine.block_size is {layout.block_size}"
+            f"vLLM at {client.url} has blocks of {known.block_size} tokens, engine.block_size is {engine.block_size}: "
+            "leave that out, or give the server's"
         )
     return known
 
@@ -133,7 +135,8 @@ async def _form(
 
 @dataclass(frozen=True)
 class Told:
-    """A server's description of itself. `max_length`: 0 if unknown."""
+    """A server's description of itself. `models`: all names of its model, then of adapters; `max_length`: 0 if
+    unknown."""
 
     version: str
     models: tuple[str, ...]
@@ -149,6 +152,8 @@ async def told(client: Client) -> Told:
         metrics = (await client.get("/metrics")).decode()
         served = json.loads(await client.get("/v1/models"))["data"]
         models = tuple([str(each["id"]) for each in served])
+        if not models:
+            raise ValueError("it serves no model")
         length = next((int(each["max_model_len"]) for each in served if each.get("max_model_len")), 0)
     except (EngineError, ValueError, KeyError, TypeError) as error:
         raise StartError(f"vLLM at {client.url} does not say what it is: {error}") from None

@@ -87,13 +87,15 @@ def arguments_of(
     """Returns vLLM's arguments for a server that is a node, as `docs/vllm.md` lists them. `max_length`: 0 for as much
     as its memory holds."""
     engine, found = config.engine, ["--model", model, "--served-model-name", MODEL, "--dtype", dtype]
-    found += ["--host", "127.0.0.1", "--port", str(port), "--block-size", str(engine.block_size)]
+    found += ["--host", "127.0.0.1", "--port", str(port)]
     found += ["--enable-prompt-tokens-details", "--enable-prefix-caching"]
     kv_events: dict[str, Any] = {"enable_kv_cache_events": True, "publisher": "zmq"}
     kv_events |= {"endpoint": sockets.kv_events, "replay_endpoint": sockets.replay}
     found += ["--kv-events-config", json.dumps(kv_events), "--kv-transfer-config", _transfer(config, sockets)]
     given = engine.model_fields_set
     found += ["--max-model-len", str(max_length or -1)]
+    if "block_size" in given:
+        found += ["--block-size", str(engine.block_size)]
     if "max_sequences" in given:
         found += ["--max-num-seqs", str(engine.max_sequences)]
     if "token_budget" in given:
@@ -173,7 +175,7 @@ class Server:
         """Starts a server for a node, or attaches to one; `ready` waits for it. Raises StartError."""
         given = config.engine.vllm
         if given.attach is not None:
-            return Server(Client(given.attach.rstrip("/"), given.served_model_name or MODEL, vllm_key()), None)
+            return Server(Client(given.attach.rstrip("/"), MODEL, vllm_key()), None)
         logs = Path(given.logs).expanduser() / f"{spec.node}.log" if given.logs is not None else None
         if logs is not None:
             try:

@@ -400,6 +400,11 @@ TWO = "clusters: {east: {roles: {prefill: 1}, hardware: h200}, west: {roles: {pr
         ("engine: {kind: vllm, vllm: {attach: 'h:1', sockets: /s}}", "engine.vllm.attach: write http://HOST:PORT"),
         ("engine: {kind: vllm, vllm: {attach: 'http://h:1'}}", "engine.vllm: attach: give sockets too"),
         ("engine: {kind: vllm, vllm: {sockets: /s}}", "engine.vllm: sockets: only with attach"),
+        (ATTACH.replace("/s", "'tcp://h'") + "}}", "engine.vllm: sockets: write a folder, or tcp://HOST:PORT"),
+        (
+            ATTACH.replace("/s", "'tcp://h:7'") + "}}",
+            "engine.vllm: sockets: with transfer: pool server and node share memory through a folder",
+        ),
         ("engine: {kind: vllm, vllm: {env: {a b: c}}}", "engine.vllm.env: 'a b' is no name of an environment variable"),
         (ATTACH + ", python: p}}", "engine.vllm: attach: python, args, env and logs are for a server that is started"),
         (ATTACH + "}}\ncache: {dram: 1GiB}", "engine.vllm.attach: one server is one node; for several give placement: "

@@ -263,18 +263,23 @@ class VllmConfig(_Section):
     @model_validator(mode="after")
     def _attaches_whole(self) -> VllmConfig:
         if self.attach is not None and self.sockets is None:
-            raise ValueError("attach: give sockets too, the folder where the server and its node meet")
+            raise ValueError(
+                "attach: give sockets too, the folder where the server and its node meet, or tcp://HOST:PORT"
+            )
         if self.attach is None and self.sockets is not None:
             raise ValueError("sockets: only with attach; a server that is started here is told")
+        if self.sockets is not None and "://" in self.sockets:
+            found = re.fullmatch(r"tcp://[^/]+:([0-9]{1,5})", self.sockets)
+            if found is None or int(found[1]) >= 65535:  # the next one is used too
+                raise ValueError("sockets: write a folder, or tcp://HOST:PORT")
+            if self.transfer == "pool":
+                raise ValueError(
+                    "sockets: with transfer: pool server and node share memory through a folder; give one that both "
+                    "see, or transfer: nixl"
+                )
         if self.attach is not None and (self.python is not None or self.args or self.env or self.logs):
             raise ValueError("attach: python, args, env and logs are for a server that is started here")
         return self
-
-
-def _block_size(engine: dict[str, Any]) -> int:
-    """Tokens of a block where none are given. A vLLM server is then not told either, and its own size counts, which is
-    this in most cases."""
-    return 128 if (engine.get("kind"), engine.get("device")) == ("vllm", "cpu") else 16
 
 
 class EngineConfig(_Section):
@@ -287,7 +292,7 @@ class EngineConfig(_Section):
     dtype: Literal["float32", "bfloat16"] | None = None
     device: str | None = Field(None, pattern=r"^(cpu|cuda(:\d+)?)$")
     threads: int | None = Field(None, ge=1, le=1024)
-    block_size: int = Field(default_factory=_block_size, ge=1, le=1024)
+    block_size: int = Field(16, ge=1, le=1024)
     kv_memory: Bytes = Field(2**30, gt=0)
     token_budget: int = Field(512, ge=1, le=1 << 20)
     prompt_batch: int | None = Field(None, ge=1)

@@ -6,6 +6,7 @@ wrong or dead.
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from contextlib import suppress
@@ -28,6 +29,8 @@ from isthmus.live.servers.wire import (
     Save,
     Short,
     frame,
+    receive_with_memory,
+    send_with_memory,
 )
 from isthmus.live.store.arena import Arena as Store
 from isthmus.live.store.arena import PeerArena
@@ -102,7 +105,8 @@ class Adapter:
     def _talk(self, connection: socket.socket) -> None:
         frames = Frames(FromWorker)
         self._pinned: dict[int, list[int]] = {}
-        while data := connection.recv(1 << 16):
+        data, memories = receive_with_memory(connection, 1 << 16)
+        while data:
             for message in frames.feed(data):
                 assert not isinstance(message, Refused)
                 dies = self.die_at is not None and isinstance(message, self.die_at)
@@ -113,12 +117,14 @@ class Adapter:
                     if self.refuse:
                         self._send(Refused(self.refuse))
                         return
-                    self._staging = PeerArena.attach(message.memory)
+                    self._staging = PeerArena.of(memories[0], message.memory)
+                    os.close(memories.pop())
                     assert self._staging is not None
                     self._store = Store(self._staging.shape, self.num_slots)
                     self._free = list(range(self.num_slots))
                     assert self._store.handle is not None
-                    self._send(Arena(self._store.handle))
+                    with suppress(OSError):
+                        send_with_memory(connection, Arena(self._store.handle), self._store.fileno())
                 elif isinstance(message, Load):
                     self._pinned[message.load] = []
                     threading.Thread(target=self._load, args=(message,)).start()
@@ -129,6 +135,7 @@ class Adapter:
                     self._save(message)
                 else:
                     assert isinstance(message, Over)
+            data = connection.recv(1 << 16)
 
     def _send(self, message: Any) -> None:
         assert self._connection is not None

@@ -196,6 +196,7 @@ def assemble(config: Config, launcher: Launcher) -> tuple[LocalCluster, Any]:
     """The cluster, not started yet, and the gateway's app before it. Raises ConfigError, ModelError or StartError."""
     from isthmus.cli.engines import (
         as_computed,
+        block_size_of,
         check_installed,
         grammar_limits,
         host_bytes,
@@ -217,7 +218,7 @@ def assemble(config: Config, launcher: Launcher) -> tuple[LocalCluster, Any]:
         check_joining(config)
     folder, name = model_of(config)
     config = as_computed(config, folder)
-    nodes = nodes_of(config, config.engine.block_size, model=folder, layout=kv_layout(config, folder))
+    nodes = nodes_of(config, block_size_of(config), model=folder, layout=kv_layout(config, folder))
     own = {cluster.name: cluster.config for cluster in clusters_of(config)}
     if not joins:
         num_bytes = {facts.node: host_bytes(own[facts.cluster], folder, facts) for facts in nodes}

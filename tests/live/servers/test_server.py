@@ -128,7 +128,7 @@ def server_config(python: Path, **vllm: str) -> Config:
 
 async def start(config: Config, folder: Path, within_s: float) -> None:
     spec = LaunchSpec(NodeId("mixed-0"), Role.MIXED, "", "", str(folder), 1, "")
-    server = await Server.start(config, spec, "float32", 100, ServerSockets(folder))
+    server = await Server.start(config, spec, "float32", 100, ServerSockets(str(folder)))
     try:
         await server.ready(within_s)
     finally:

@@ -11,10 +11,11 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -451,19 +452,29 @@ PROMPT = list(range(1, 93))
 
 
 @contextlib.contextmanager
-def running(home: Path, model: Path, *more: str, key: str = "") -> Iterator[dict[str, Any]]:
-    """A server that somebody else started, and the section `engine` of a node for it."""
+def running(
+    home: Path, model: Path, *more: str, key: str = "", sockets: str = "", within: Sequence[str] = ()
+) -> Iterator[dict[str, Any]]:
+    """A server that somebody else started, and the settings of a deployment with a node for it. `sockets`: in place of
+    its folder, without a pool; `within`: a command that runs it."""
     with reserved_port() as port:
         home.mkdir()
-        engine = {"kind": "vllm", "device": "cpu", "kv_memory": 1 << 23, "vllm": {"sockets": str(home)}}
-        engine["vllm"]["attach"] = f"http://127.0.0.1:{port}"  # type: ignore[index]
-        config = load_config(None, {"engine": engine, "cache.dram": "16MiB", "roles": SHAPES["mixed"]})
-        arguments = arguments_of(config, str(model), "float32", 0, port, ServerSockets(home))
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments]
+        vllm = {"attach": f"http://127.0.0.1:{port}", "sockets": sockets or str(home)}
+        vllm["transfer"] = "nixl" if sockets else "pool"
+        settings = {
+            "model": str(model),
+            "engine": {"kind": "vllm", "device": "cpu", "kv_memory": 1 << 23, "vllm": vllm},
+            "cache": {} if sockets else {"dram": "16MiB"},
+            "roles": SHAPES["mixed"],
+        }
+        arguments = arguments_of(
+            load_config(None, settings), str(model), "float32", 0, port, ServerSockets(vllm["sockets"])
+        )
+        command = [*within, sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments]
         command += ["--served-model-name", "theirs", "too", *more]
         with subprocess.Popen(command, env=os.environ | stand_in(home) | {"VLLM_API_KEY": key}) as process:
             try:
-                yield engine
+                yield settings
             finally:
                 process.kill()
 
@@ -474,8 +485,7 @@ def test_a_server_that_runs_already_is_a_node(
 ) -> None:
     """Whatever its names and its blocks. It outlives its node, and the next one knows nothing wrong of what it has."""
     monkeypatch.setenv("VLLM_API_KEY", "secret")
-    with running(tmp_path / "there", model, "--block-size", str(size), key="secret") as engine:
-        settings = {"model": str(model), "engine": engine, "cache": {"dram": "16MiB"}, "roles": SHAPES["mixed"]}
+    with running(tmp_path / "there", model, "--block-size", str(size), key="secret") as settings:
         known = (len(PROMPT) - 1) // size * size
         for expected in (0, known):
             with serve(tmp_path, settings) as served:
@@ -491,33 +501,79 @@ def test_a_server_that_runs_already_is_a_node(
 def test_grammars_are_refused_where_the_server_follows_none(
     how: str, why: str, model: Path, tmp_path: Path
 ) -> None:
-    with running(tmp_path / "there", model, "--grammars", how) as engine:
-        settings = {"model": str(model), "engine": engine, "cache": {"dram": "16MiB"}, "roles": SHAPES["mixed"]}
+    with running(tmp_path / "there", model, "--grammars", how) as settings, serve(tmp_path, settings) as served:
+        body = {"model": served.model, "prompt": PROMPT, "max_tokens": 60} | LETTERS
+        reply = served.http.post("/v1/completions", json=body)
+        assert reply.status_code == 400 and why in reply.text
+        assert served.tokens(PROMPT, 20) == expected_tokens(PROMPT, 20)
+
+
+APART = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+"""Runs a command that sees no process of others, nor they its own, as in a container."""
+
+
+def test_a_pool_needs_one_folder_that_server_and_node_share(model: Path, tmp_path: Path) -> None:
+    if subprocess.run([*APART, "true"], capture_output=True).returncode:
+        pytest.skip("process namespaces cannot be made here")
+    with (
+        running(tmp_path / "there", model, "--block-size", "16", within=APART) as settings,
+        serve(tmp_path, settings) as served,
+    ):
+        for prompt in ([7, *PROMPT], [8, *PROMPT]):
+            assert served.tokens(prompt, 20) == expected_tokens(prompt, 20)
+        served.wait_until(lambda: served.total("vllm_blocks_saved_total") >= 2 * BLOCKS, "blocks are saved")
+
+
+def test_without_a_pool_nothing_but_the_network_is_shared(model: Path, tmp_path: Path) -> None:
+    with two_ports() as port, running(tmp_path / "there", model, sockets=f"tcp://127.0.0.1:{port}") as settings:
+        long = [*PROMPT, *PROMPT]
         with serve(tmp_path, settings) as served:
-            body = {"model": served.model, "prompt": PROMPT, "max_tokens": 60} | LETTERS
-            reply = served.http.post("/v1/completions", json=body)
-            assert reply.status_code == 400 and why in reply.text
-            assert served.tokens(PROMPT, 20) == expected_tokens(PROMPT, 20)
+            answers = [served.complete(long, 20) for _ in range(2)]
+            assert [answer["choices"][0]["token_ids"] for answer in answers] == 2 * [expected_tokens(long, 20)]
+            assert [cached(answer) for answer in answers] == [0, 128]
+            served.wait_until(lambda: served.total("kv_blocks_cached"), "its events are heard")
+
+
+@contextlib.contextmanager
+def two_ports() -> Iterator[int]:
+    """The first of two free ports, side by side, for a server."""
+    with contextlib.ExitStack() as stack:
+        while True:
+            port = stack.enter_context(reserved_port())
+            other = stack.enter_context(socket.socket())
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with contextlib.suppress(OSError, OverflowError):
+                other.bind(("127.0.0.1", port + 1))
+                break
+        yield port
+
+
+def test_a_folder_that_is_not_there_is_named(model: Path, tmp_path: Path) -> None:
+    with running(tmp_path / "there", model) as settings:
+        settings["engine"]["vllm"]["sockets"] = str(tmp_path / "nowhere")
+        with (
+            pytest.raises(AssertionError, match="there is no such folder; a server in another container"),
+            serve(tmp_path, settings),
+        ):
+            pass
 
 
 def test_a_server_with_blocks_of_another_size_than_was_asked_for_is_no_node(
     model: Path, tmp_path: Path
 ) -> None:
-    with running(tmp_path / "there", model) as engine:
-        settings = {"model": str(model), "engine": engine | {"block_size": 16}, "roles": SHAPES["mixed"]}
+    with running(tmp_path / "there", model) as settings:
+        settings["engine"]["block_size"] = 16
         with (
-            pytest.raises(
-                AssertionError, match="has blocks of 128 tokens, engine.block_size is 16: leave that out"
-            ),
-            serve(tmp_path, settings | {"cache": {"dram": "16MiB"}}),
+            pytest.raises(AssertionError, match=r"has blocks of 128 tokens, engine\.block_size is 16"),
+            serve(tmp_path, settings),
         ):
             pass
 
 
 def test_a_server_with_other_weights_is_no_node(model: Path, tmp_path: Path) -> None:
     make_model(tmp_path / "other", "llama", seed=2)
-    with running(tmp_path / "there", tmp_path / "other") as engine:
-        settings = {"model": str(model), "engine": engine, "cache": {"dram": "16MiB"}, "roles": SHAPES["mixed"]}
+    with running(tmp_path / "there", tmp_path / "other") as settings:
+        settings["model"] = str(model)
         with (
             pytest.raises(
                 AssertionError, match=f"serves {tmp_path}/other, this node {model}: give both one folder"

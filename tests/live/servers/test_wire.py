@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -150,8 +151,11 @@ def test_a_connection_that_ends_in_a_save_takes_no_slot_back_that_becomes_a_bloc
         staging.memory[:] = bytes([at % 251 for at in range(len(staging.memory))])
         assert staging.handle is not None
         seals = tuple([tuple([seal(staging.slice(slot, layer)) for layer in (0, 1)]) for slot in (0, 1)])
-        _, writer = await asyncio.open_unix_connection(tmp_path / "pages")
-        writer.write(wire.frame(wire.Open(wire.PROTOCOL, "f", "m", 4, staging.handle)))
+        stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        stream.connect(str(tmp_path / "pages"))
+        hello = wire.Open(wire.PROTOCOL, "f", "m", 4, staging.handle)
+        wire.send_with_memory(stream, hello, staging.fileno())
+        _, writer = await asyncio.open_unix_connection(sock=stream)
         writer.write(wire.frame(wire.Save("r", 0, None, NAMES, (0, 1), seals)))
         await until(lambda: cache.adopts)
         writer.close()

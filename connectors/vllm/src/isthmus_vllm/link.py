@@ -6,13 +6,24 @@ Each connection has a number, its session: slots and loads of one session mean n
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import struct
 import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from isthmus.live.servers.wire import Arena, Frames, FromWorker, Open, Refused, ToWorker, frame
+from isthmus.live.servers.wire import (
+    Arena,
+    Frames,
+    FromWorker,
+    Open,
+    Refused,
+    ToWorker,
+    frame,
+    receive_with_memory,
+    send_with_memory,
+)
 from isthmus.live.store.arena import PeerArena
 from isthmus_vllm.pages import Area
 
@@ -28,13 +39,13 @@ log = logging.getLogger("vllm.isthmus")  # vLLM shows what is under its own name
 
 
 class Link(threading.Thread):
-    """Sends `hello` first on each connection, and calls `listener` from its thread: opened, received…, lost. When
-    `received` raises ValueError, the connection is closed."""
+    """Sends `hello` first on each connection, with `memory`, the descriptor of its arena, and calls `listener` from its
+    thread: opened, received…, lost. When `received` raises ValueError, the connection is closed."""
 
-    def __init__(self, path: str, hello: Open, listener: Worker) -> None:
+    def __init__(self, path: str, hello: Open, memory: int, listener: Worker) -> None:
         super().__init__(name="isthmus-link", daemon=True)
         self._path = path
-        self._hello = hello
+        self._hello, self._memory = hello, memory
         self._listener = listener
         self._lock = threading.Lock()  # over `_socket` and the sending of a whole frame
         self._socket: socket.socket | None = None
@@ -74,21 +85,23 @@ class Link(threading.Thread):
     def _connect_and_read(self) -> bool:
         """Serves one connection to its end; returns whether the adapter accepted it."""
         stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        is_open = False
+        is_open, memories = False, list[int]()
         try:
             stream.connect(self._path)
             seconds, part = int(SEND_TIMEOUT_S), int(SEND_TIMEOUT_S % 1 * 1e6)
             stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", seconds, part))
-            stream.sendall(frame(self._hello))
+            send_with_memory(stream, self._hello, self._memory)
             frames = Frames(ToWorker)
-            while data := stream.recv(_READ_BYTES):
+            data, memories = receive_with_memory(stream, _READ_BYTES)
+            while data:
                 for message in frames.feed(data):
                     if is_open:
                         self._listener.received(self._session, message)
-                    elif not self._open(stream, message):
+                    elif not self._open(stream, message, memories):
                         return False
                     else:
                         is_open = True
+                data = stream.recv(_READ_BYTES)
         except (ConnectionRefusedError, FileNotFoundError):
             pass  # not there yet, or not any more
         except (OSError, ValueError) as error:
@@ -97,12 +110,14 @@ class Link(threading.Thread):
             with self._lock:
                 self._socket = None
             stream.close()
+            for memory in memories:
+                os.close(memory)
             if is_open:
                 log.warning("isthmus: the adapter is gone")
                 self._listener.lost(self._session)
         return is_open
 
-    def _open(self, stream: socket.socket, answer: ToWorker) -> bool:
+    def _open(self, stream: socket.socket, answer: ToWorker, memories: list[int]) -> bool:
         if isinstance(answer, Refused):
             # Logged once, though the link keeps dialling: the adapter's settings may change.
             if answer.reason != self._refusal:
@@ -116,7 +131,7 @@ class Link(threading.Thread):
         ours, theirs = self._hello.memory, answer.memory
         if ours.shape != theirs.shape:
             raise ValueError(f"an arena of other blocks: {theirs}")
-        arena = PeerArena.attach(theirs)
+        arena = PeerArena.of(memories[0], theirs) if memories else None
         if arena is None:
             raise ValueError(f"an arena that cannot be mapped: {theirs}")
         with self._lock:

@@ -35,7 +35,8 @@ class Worker:
         pages.adopt_staging(staging)
         self._pages = pages
         self._slots = Slots(num_slots)
-        self._link = Link(path, Open(PROTOCOL, form, model, block_size, arena.handle), self)
+        hello = Open(PROTOCOL, form, model, block_size, arena.handle)
+        self._link = Link(path, hello, arena.fileno(), self)
         self._loader = Loader(pages, self._link.send, timeout_s)
         self._saver = Saver(pages, staging, self._slots, self._link.send)
         self._is_connected = False

@@ -24,7 +24,7 @@ from isthmus.live.cluster.launcher import LaunchSpec
 from isthmus.live.cluster.process import NodeOptions, Opener, Runtime
 from isthmus.live.servers.client import Client, EngineError, body_of
 from isthmus.live.servers.kv_events import EventListener, Translator
-from isthmus.live.servers.pages import Pages, staged_of
+from isthmus.live.servers.pages import Pages, misfit
 from isthmus.live.servers.process import UNSEALED, AdapterProcess, ServedEngine
 from isthmus.live.servers.server import Server, ServerSockets, own_folder
 
@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 OPEN_S = 10.0
 """How long the connector may take to open its session after its server answers."""
 PROBE_S = 10.0
+SHARED = "a server in another container shares this folder with its node (one volume)"
 
 
 @contextlib.asynccontextmanager
@@ -53,18 +54,20 @@ async def opened(
     """
     given, model = config.engine.vllm, Path(spec.model)
     with contextlib.ExitStack() as stack:
-        folder = given.sockets or stack.enter_context(own_folder())
-        sockets = ServerSockets(Path(folder).expanduser())
-        pages = Pages(sockets.pages) if given.transfer == "pool" else None
+        where = os.path.expanduser(given.sockets or str(stack.enter_context(own_folder())))
+        sockets = ServerSockets(where)
+        if sockets.pages is not None and not sockets.pages.parent.is_dir():
+            raise StartError(f"engine.vllm.sockets {where}: there is no such folder; {SHARED}")
+        pages = Pages(sockets.pages) if sockets.pages is not None and given.transfer == "pool" else None
         if pages is not None:
             try:
                 await pages.listen()
             except OSError as error:
                 raise StartError(
-                    f"engine.vllm.sockets {folder}: cannot listen there: {error.strerror or error}"
+                    f"engine.vllm.sockets {where}: cannot listen there: {error.strerror or error}"
                 ) from None
-        _, layout = sized(config.engine.block_size)
-        server = await Server.start(config, spec, layout.dtype, max_length, sockets)
+        dtype = sized(config.engine.block_size)[1].dtype
+        server = await Server.start(config, spec, dtype, max_length, sockets)
         try:
             await server.ready(config.limits.start_s)
             known = await _known(server.client, config)
@@ -119,16 +122,15 @@ async def _form(
     except TimeoutError:
         raise StartError(
             f"vLLM at {client.url} did not open {pages.path}: is isthmus-vllm installed where it runs, and is it "
-            "its KV connector?"
+            f"its KV connector, as the same user? {SHARED}"
         ) from None
-    staged, reason = staged_of(opened, msgspec.structs.replace(layout, form=opened.form))
-    if staged is None:
+    if reason := misfit(opened, msgspec.structs.replace(layout, form=opened.form)):
         raise StartError(f"vLLM at {client.url} and this node do not fit: {reason}")
-    staged.close()
     own = Path(opened.model)
     if own != model and not (own.is_dir() and revision_of(own) == revision_of(model)):
         raise StartError(
-            f"vLLM at {client.url} serves {opened.model}, this node {model}: give both one folder, or equal ones"
+            f"vLLM at {client.url} serves {opened.model}, this node {model}: give both one folder, in containers at "
+            "one path, or equal ones"
         )
     return opened.form, f"vLLM {known.version} with isthmus-vllm: KV is sealed"
 
@@ -188,8 +190,9 @@ async def _probe(client: Client, sockets: ServerSockets, engine: ServedEngine) -
     except EngineError as error:
         raise StartError(f"vLLM at {client.url} does not compute: {error}") from None
     except TimeoutError:
+        hint = f"; {SHARED}" if sockets.pages is not None else ""
         raise StartError(
-            f"vLLM at {client.url} tells no KV events at {sockets.kv_events}, or of other blocks than it computed"
+            f"vLLM at {client.url} tells no KV events at {sockets.kv_events}, or of other blocks than it computed{hint}"
         ) from None
     finally:
         task.cancel()

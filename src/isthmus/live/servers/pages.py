@@ -11,10 +11,12 @@ import contextlib
 import itertools
 import logging
 import os
-from collections.abc import Callable, Sequence
+import socket
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from isthmus.core.blocks import KVLayout, seal
 from isthmus.core.errors import ProtocolError
@@ -29,6 +31,8 @@ from isthmus.live.store import PeerArena, Shape, copy_bytes
 log = logging.getLogger(__name__)
 
 MAX_CHAINS = 1 << 13
+ACCEPT_S = 1.0
+"""Pause while there are no descriptors for connections."""
 LOAD_BLOCKS = 32
 """Blocks of a load that are looked up, and read from disk if need be, at once."""
 
@@ -58,23 +62,18 @@ class _Worker:
             self.writer.write(wire.frame(message))
 
 
-def staged_of(opened: wire.Open, layout: KVLayout) -> tuple[PeerArena | None, str]:
-    """Returns a worker's staging memory; or None, and why the worker does not fit a node with this layout."""
-    memory = opened.memory
+def misfit(opened: wire.Open, layout: KVLayout) -> str:
+    """Returns why a worker does not fit a node with this layout, "" if it does."""
+    shape = opened.memory.shape
     if opened.protocol != wire.PROTOCOL:
-        return None, f"it speaks protocol {opened.protocol}, this node {wire.PROTOCOL}"
-    shape = memory.shape
+        return f"it speaks protocol {opened.protocol}, this node {wire.PROTOCOL}"
     fits = shape == Shape(layout.num_layers, layout.slice_bytes)
     if opened.form != layout.form or opened.block_size != layout.block_size or not fits:
-        return None, (
+        return (
             f"its KV is {opened.form}, {shape.num_layers} layers of {shape.slice_bytes} bytes a block; this node "
             f"keeps {layout.form}, {layout.num_layers} of {layout.slice_bytes}"
         )
-    staged = PeerArena.attach(memory)
-    reason = (
-        "its memory cannot be read from here: are they of one user, and do they see each other's processes?"
-    )
-    return staged, reason if staged is None else ""
+    return ""
 
 
 class Pages:
@@ -98,8 +97,12 @@ class Pages:
         """Raises OSError."""
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
-        self._server = await asyncio.start_unix_server(self._connected, self.path)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.setblocking(False)
+        self._listener.bind(str(self.path))
         os.chmod(self.path, 0o600)
+        self._listener.listen()
+        self._spawn(self._accept())
 
     def serve(self, cache: NodeCache, tell: Tell, lost: Callable[[Sequence[BlockName]], None]) -> None:
         """Starts answering workers."""
@@ -107,10 +110,10 @@ class Pages:
         self._ready.set()
 
     async def close(self) -> None:
-        self._server.close()
         for session in self._sessions:
             session.cancel()
         await asyncio.gather(*self._sessions, return_exceptions=True)
+        self._listener.close()
         self._copier.shutdown(wait=True)
         with contextlib.suppress(OSError):
             self.path.unlink()
@@ -158,50 +161,75 @@ class Pages:
 
     # Workers.
 
-    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        session = asyncio.get_running_loop().create_task(self._meet(reader, writer))
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        session = asyncio.get_running_loop().create_task(work)
         self._sessions.add(session)
         session.add_done_callback(self._sessions.discard)
 
-    async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        worker: _Worker | None = None
-        try:
-            opened = await wire.read_message(reader)
-            if not isinstance(opened, wire.Open):
-                raise ProtocolError("vLLM's connector did not open its session")
-            if not self.opened.done():
-                self.opened.set_result(opened)
-            await self._ready.wait()
-            staged, reason = self._accept(opened)
-            if staged is None:
-                log.error("vLLM's connector is refused: %s", reason)
-                writer.write(wire.frame(wire.Refused(reason)))
-                return
-            worker = _Worker(writer, staged)
-            self._workers.add(worker)
-            handle = self._cache.store.arena.handle
-            assert handle is not None
-            worker.send(wire.Arena(handle))
-            saving = asyncio.create_task(self._saves(worker))
+    async def _accept(self) -> None:
+        while True:
             try:
-                while True:
-                    self._heard(worker, await wire.read_message(reader))
+                stream, _ = await asyncio.get_running_loop().sock_accept(self._listener)
+            except OSError as error:
+                log.error("no worker of vLLM can connect: %s", error.strerror)
+                await asyncio.sleep(ACCEPT_S)
+                continue
+            stream.setblocking(False)
+            self._spawn(self._meet(stream))
+
+    async def _meet(self, stream: socket.socket) -> None:
+        memories: list[int] = []
+        try:
+            begin, memories = await wire.read_begin(stream)
+            reader, writer = await asyncio.open_unix_connection(sock=stream)
+            try:
+                await self._talk(stream, reader, writer, begin, memories)
             finally:
-                saving.cancel()
-                await asyncio.gather(saving, return_exceptions=True)
+                writer.close()
         except (EOFError, OSError):
             pass
         except ProtocolError as error:
             log.error("%s; its connection is closed", error)
         finally:
-            writer.close()
-            if worker is not None:
-                await self._leave(worker)
+            stream.close()
+            for memory in memories:
+                os.close(memory)
 
-    def _accept(self, opened: wire.Open) -> tuple[PeerArena | None, str]:
-        if self._cache.store.arena.handle is None:
-            return None, "this node's memory cannot be shared"
-        return staged_of(opened, self._layout)
+    async def _talk(
+        self,
+        stream: socket.socket,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        begin: bytes,
+        memories: list[int],
+    ) -> None:
+        """Serves one worker to its end. `begin`, `memories`: the first bytes that it sent, and what came with them.
+        Raises EOFError, OSError, ProtocolError."""
+        opened = await wire.read_message(reader, begin)
+        if not isinstance(opened, wire.Open):
+            raise ProtocolError("vLLM's connector did not open its session")
+        if not self.opened.done():
+            self.opened.set_result(opened)
+        await self._ready.wait()
+        arena, reason = self._cache.store.arena, misfit(opened, self._layout)
+        staged = PeerArena.of(memories[0], opened.memory) if memories else None
+        if arena.handle is None or (staged is None and not reason):
+            reason = "memory cannot be shared with it"
+        if reason or staged is None or arena.handle is None:
+            log.error("vLLM's connector is refused: %s", reason)
+            writer.write(wire.frame(wire.Refused(reason)))
+            return
+        wire.send_with_memory(stream, wire.Arena(arena.handle), arena.fileno())  # nothing was written before
+        worker = _Worker(writer, staged)
+        self._workers.add(worker)
+        saving = asyncio.create_task(self._saves(worker))
+        try:
+            while True:
+                self._heard(worker, await wire.read_message(reader))
+        finally:
+            saving.cancel()
+            await asyncio.gather(saving, return_exceptions=True)
+            await self._leave(worker)
 
     def _heard(self, worker: _Worker, message: wire.FromWorker) -> None:
         match message:

@@ -41,6 +41,7 @@ LINE_BYTES = 4096
 """Bytes kept of each line of a server's output."""
 READ_BYTES = 1 << 16
 FOLDER = "isthmus-beside-"
+TCP = "tcp://"
 SWEEP_S = 60.0
 """Younger folders are not swept: they may not be locked yet."""
 _CAUSE = re.compile(r"\b\w*(?:Error|Exception): .+")
@@ -48,11 +49,17 @@ _PR_SET_PDEATHSIG = 1
 
 
 class ServerSockets:
-    """Paths of the sockets between a server and the node beside it, in a private folder."""
+    """Where a server and the node beside it meet: sockets in a private folder; or `tcp://HOST:PORT`, which has KV
+    events, their replay on the next port, and no pages."""
 
-    def __init__(self, folder: Path) -> None:
-        self.pages = folder / "pages"
-        self.kv_events, self.replay = f"ipc://{folder / 'events'}", f"ipc://{folder / 'replay'}"
+    def __init__(self, where: str) -> None:
+        if where.startswith(TCP):
+            host, _, port = where.rpartition(":")
+            self.pages = None
+            self.kv_events, self.replay = where, f"{host}:{int(port) + 1}"
+        else:
+            self.pages = Path(where, "pages")
+            self.kv_events, self.replay = f"ipc://{where}/events", f"ipc://{where}/replay"
 
 
 @contextlib.contextmanager

@@ -1,13 +1,15 @@
 """The protocol between the connector in a vLLM worker and the adapter beside it, over a Unix socket.
 
 A frame is its length, 4 bytes little-endian, and one message in msgpack. The worker connects and sends first. Blocks
-are in shared memory: saved ones in the worker's, loaded ones in the adapter's. vLLM's process imports this module, so
-it must load no torch and no web framework.
+are in shared memory: saved ones in the worker's, loaded ones in the adapter's. Its descriptor comes with the first
+byte of each side's first message (SCM_RIGHTS), so the two may run in containers of their own that share the socket's
+folder alone. vLLM's process imports this module, so it must load no torch and no web framework.
 """
 
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Iterator
 
 import msgspec
@@ -15,7 +17,7 @@ import msgspec
 from isthmus.core.errors import ProtocolError
 from isthmus.live.store.arena import ArenaHandle
 
-PROTOCOL = 3
+PROTOCOL = 4
 MAX_FRAME_BYTES = 1 << 26
 _LENGTH_BYTES = 4
 
@@ -133,9 +135,35 @@ class Frames:
             yield self._decoder.decode(body)  # msgspec's errors are ValueErrors
 
 
-async def read_message(reader: asyncio.StreamReader) -> FromWorker:
-    """Returns a worker's next message. Raises EOFError at the end, ProtocolError for an invalid one."""
-    size = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "little")
+def send_with_memory(stream: socket.socket, message: Open | Arena, memory: int) -> None:
+    """Sends the first message of one side, and the descriptor of its memory. Raises OSError."""
+    data = frame(message)
+    if socket.send_fds(stream, [data], [memory]) != len(data):
+        raise OSError("a socket that takes no whole message")
+
+
+def receive_with_memory(stream: socket.socket, size: int) -> tuple[bytes, list[int]]:
+    """Returns up to `size` bytes, and the descriptors that came with them, to be closed by the caller. Raises
+    OSError."""
+    data, memories, _, _ = socket.recv_fds(stream, size, 1, socket.MSG_CMSG_CLOEXEC)
+    return data, memories
+
+
+async def read_begin(stream: socket.socket) -> tuple[bytes, list[int]]:
+    """As `receive_with_memory`, of the first bytes of a worker, for `read_message`."""
+    loop, is_readable = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(stream, is_readable.set)
+    try:
+        await is_readable.wait()
+    finally:
+        loop.remove_reader(stream)
+    return receive_with_memory(stream, _LENGTH_BYTES)
+
+
+async def read_message(reader: asyncio.StreamReader, begin: bytes = b"") -> FromWorker:
+    """Returns a worker's next message, of which `begin` was read. Raises EOFError at the end, ProtocolError for an
+    invalid one."""
+    size = int.from_bytes(begin + await reader.readexactly(_LENGTH_BYTES - len(begin)), "little")
     if size > MAX_FRAME_BYTES:
         raise ProtocolError(f"a frame of {size} bytes from vLLM's connector")
     try:

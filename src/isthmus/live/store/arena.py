@@ -70,6 +70,11 @@ class Arena:
         """Returns one layer of the block in slot `slot`."""
         return _slice(self.memory, self.shape, slot, layer)
 
+    def fileno(self) -> int:
+        """Returns the descriptor of shared memory, for peers that do not see this process in their /proc."""
+        assert self._fd is not None, "this memory cannot be shared"
+        return self._fd
+
     def close(self) -> None:
         """Frees the memory, at once or with the last view into it. Idempotent."""
         if self._fd is not None:
@@ -101,13 +106,23 @@ class PeerArena:
     @classmethod
     def attach(cls, handle: ArenaHandle) -> PeerArena | None:
         """Maps the arena of `handle`; None when it is on another host, of another user, or gone."""
-        shape = handle.shape
-        size = PAGE_BYTES + handle.num_slots * shape.block_bytes
-        if not _PATH.fullmatch(handle.path) or min(handle.num_slots, shape.num_layers, shape.slice_bytes) < 1:
+        if not _PATH.fullmatch(handle.path):
             return None
         try:
             fd = os.open(handle.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError:
+            return None
+        try:
+            return cls.of(fd, handle)
+        finally:
+            os.close(fd)
+
+    @classmethod
+    def of(cls, fd: int, handle: ArenaHandle) -> PeerArena | None:
+        """Maps the arena behind a descriptor, which stays open; None when it is not that of `handle`."""
+        shape = handle.shape
+        size = PAGE_BYTES + handle.num_slots * shape.block_bytes
+        if min(handle.num_slots, shape.num_layers, shape.slice_bytes) < 1:
             return None
         try:
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)  # fails for what is no memfd
@@ -116,8 +131,6 @@ class PeerArena:
             mapped = mmap.mmap(fd, size, prot=mmap.PROT_READ)
         except (OSError, ValueError):
             return None
-        finally:
-            os.close(fd)
         if mapped[: len(_MAGIC) + _NONCE_BYTES] != _MAGIC + handle.nonce:
             mapped.close()
             return None

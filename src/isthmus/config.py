@@ -495,7 +495,7 @@ class Config(_Section):
     needs it."""
 
     model: str | None = None
-    served_model_name: str | None = None
+    served_model_name: str | None = Field(None, pattern="^[^,]+(,[^,]+)*$")
     tool_format: Literal["auto", "hermes", "llama3", "qwen_coder", "mistral"] = "auto"
     servers: Annotated[tuple[Server, ...], BeforeValidator(_listed)] = ()
     host: str = "127.0.0.1"

@@ -186,6 +186,7 @@ def test_grammars_hold_when_their_server_dies(model: Path, prompts: list[list[in
         assert reply.json()["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "f", reply.text
         expected = served.tokens(prompt, 400, **letters)
         assert re.fullmatch("[a-z ]{300}", bytes(expected[:-1]).decode()) and expected[-1] == EOS
+        assert served.gauge("vllm_blocks_loaded_total")["decode-0"] > 0
         answering = threading.Event()
         with ThreadPoolExecutor(1) as pool:
             found = pool.submit(streamed, served, prompt, 400, answering, **letters)
@@ -193,4 +194,3 @@ def test_grammars_hold_when_their_server_dies(model: Path, prompts: list[list[in
             (server_pid,) = children_of(node_pid(children_of(served.process.pid), "decode-0"))
             os.kill(server_pid, signal.SIGKILL)
             assert found.result() == expected
-        assert served.total("vllm_blocks_loaded_total") > 0

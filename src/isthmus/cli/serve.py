@@ -35,7 +35,9 @@ def serve(
     model: Annotated[
         str | None, typer.Option(help="Model folder, GGUF file or hub id; default: SmolLM2-135M-Instruct.")
     ] = None,
-    served_model_name: Annotated[str | None, typer.Option(help="Name clients use for the model.")] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="Name clients use for the model; several: A,B.")
+    ] = None,
     tool_format: Annotated[
         str | None, typer.Option(help="How the model writes calls of tools, e.g. hermes; default: auto.")
     ] = None,
@@ -225,8 +227,10 @@ def assemble(config: Config, launcher: Launcher) -> tuple[LocalCluster, Any]:
         launcher.prepare(config, folder.absolute(), num_bytes)
     model = served_model(config, folder, nodes)
     length = _max_length(config, model)
+    name, *aliases = config.served_model_name.split(",") if config.served_model_name else [name]
     card = ModelCard(
-        name=config.served_model_name or name,
+        name=name,
+        aliases=tuple(aliases),
         max_length=length,
         vocab_size=model.vocab_size,
         created_s=int(time.time()),

@@ -211,7 +211,7 @@ class Generated(msgspec.Struct, frozen=True):
 class ModelCard(msgspec.Struct, frozen=True):
     """The served model as clients see it. `max_length`: of prompt and answer, in tokens; `node_length`: the longest
     that one node has memory for, 0 if that is `max_length`; `no_reuse`: why KV of its prompts cannot be moved, "" if
-    it can."""
+    it can; `aliases`: other names by which clients may ask for it."""
 
     name: str
     max_length: int
@@ -219,3 +219,9 @@ class ModelCard(msgspec.Struct, frozen=True):
     created_s: int
     node_length: int = 0
     no_reuse: str = ""
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Returns all names of the model, that of answers first."""
+        return self.name, *self.aliases

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 
+from isthmus.core.types import FinishReason, Generated
 from isthmus.live.gateway.openapi import _decimals
 
 from .fake import CARD, FakeBackend
@@ -21,6 +23,20 @@ def test_health(post: Poster, backend: FakeBackend) -> None:
     response = post.get("/health")
     assert (response.status_code, response.content) == (503, b"")
     assert response.headers["retry-after"] == "1"
+
+
+def test_a_model_of_several_names(backend: FakeBackend, served: Served) -> None:
+    """Answers have the first one, as vLLM's."""
+    backend.card = msgspec.structs.replace(CARD, aliases=("other",))
+    backend.script = lambda job: [[Generated(0, 65, FinishReason.STOP)]]
+    post = served()
+    assert [each["id"] for each in post.get("/v1/models").json()["data"]] == [CARD.name, "other"]
+    assert post.get("/v1/models/other").json()["root"] == CARD.name
+    for name in (CARD.name, "other"):
+        reply = post.request("POST", "/v1/completions", json={"model": name, "prompt": "x"})
+        assert (reply.status_code, reply.json()["model"]) == (200, CARD.name)
+    reply = post.request("POST", "/v1/completions", json={"model": "third", "prompt": "x"})
+    assert reply.status_code == 404 and "this server serves 'acme/tiny' and 'other'" in reply.text
 
 
 @pytest.mark.parametrize(

@@ -187,14 +187,15 @@ class _Pages:
         self._meter = meter
 
     async def models(self, request: Request) -> Response:
-        return _json(ModelList([_entry(self._backend.card)]))
+        return _json(ModelList(_entries(self._backend.card)))
 
     async def model(self, request: Request) -> Response:
         """Raises HttpError."""
         name = request.path_params["name"]
-        if name != self._backend.card.name:
-            raise unknown_model(name, self._backend.card.name)
-        return _json(_entry(self._backend.card))
+        for entry in _entries(self._backend.card):
+            if entry.id == name:
+                return _json(entry)
+        raise unknown_model(name, self._backend.card.names)
 
     async def version(self, request: Request) -> Response:
         return _json(Version(isthmus.__version__))
@@ -213,8 +214,8 @@ class _Pages:
         return _json(cluster_status(self._backend, self._meter.num_running))
 
 
-def _entry(card: ModelCard) -> ModelEntry:
-    return ModelEntry(card.name, card.created_s, card.max_length, card.name)
+def _entries(card: ModelCard) -> list[ModelEntry]:
+    return [ModelEntry(name, card.created_s, card.max_length, card.name) for name in card.names]
 
 
 def _json(content: msgspec.Struct) -> Response:

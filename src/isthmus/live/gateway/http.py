@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+from collections.abc import Sequence
 from typing import TypeVar
 
 import msgspec
@@ -22,8 +23,9 @@ class HttpError(RequestError):
         self.http_status = status
 
 
-def unknown_model(name: str, served: str) -> HttpError:
-    message = f"The model {name!r} does not exist; this server serves {served!r}"
+def unknown_model(name: str, served: Sequence[str]) -> HttpError:
+    known = " and ".join(map(repr, served))
+    message = f"The model {name!r} does not exist; this server serves {known}"
     return HttpError(404, message, param="model", code="model_not_found")
 
 

@@ -138,7 +138,7 @@ def _bound(node: Any, card: ModelCard) -> None:
         case "reuse" if card.no_reuse:
             node["enum"] = [Reuse.EXACT]
         case "model-name":
-            node["enum"] = [card.name] if node.get("type") == "string" else [card.name, None]
+            node["enum"] = [*card.names, *([] if node.get("type") == "string" else [None])]
     for each in node.values():
         _bound(each, card)
 

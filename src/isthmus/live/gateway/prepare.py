@@ -152,8 +152,8 @@ class RequestPreparer:
 
     def check_model(self, name: str | None) -> None:
         """Raises HttpError. No name means the served model."""
-        if name is not None and name != self.card.name:
-            raise unknown_model(name, self.card.name)
+        if name is not None and name not in self.card.names:
+            raise unknown_model(name, self.card.names)
 
     def _answer_grammar(self, request: GenerationRequest) -> str:
         """The grammar of an answer without calls; "" if it is free. Raises RequestError."""

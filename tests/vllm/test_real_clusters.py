@@ -6,6 +6,7 @@ Run with ISTHMUS_VLLM_PYTHON set to the Python of an environment that has vLLM 0
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -21,6 +22,7 @@ import pytest
 
 from tests import served as serving
 from tests.connectors.served import PYTHON, SOURCE, server
+from tests.live.servers.fake_server import two_ports
 from tests.models import EOS, make_model
 from tests.served import Served, children_of, node_pid, serve, streamed
 
@@ -33,6 +35,10 @@ NUM_TOKENS = 12
 PROMPTS = 40
 LONGEST = 1500
 BLOCK = 32
+NIXL = {
+    "kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+    "kv_buffer_device": "cpu",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -160,6 +166,27 @@ def _took(served: Served, body: dict[str, Any], number: int, answers: dict[int, 
     assert reply.status_code == 200, reply.text
     answers[number] = reply.json()["choices"][0]["token_ids"]
     return True
+
+
+def test_a_server_is_attached_to_that_shares_nothing_but_the_network(
+    model: Path, prompts: list[list[int]], expected: list[list[int]], tmp_path: Path
+) -> None:
+    """Without a pool; whatever its names and its blocks."""
+    with two_ports() as port, contextlib.ExitStack() as stack:
+        events: dict[str, Any] = {"enable_kv_cache_events": True, "publisher": "zmq"}
+        events |= {"endpoint": f"tcp://*:{port}", "replay_endpoint": f"tcp://*:{port + 1}"}
+        args = ["--kv-transfer-config", json.dumps(NIXL), "--kv-events-config", json.dumps(events)]
+        args += ["--served-model-name", "theirs", "too", "--block-size", "64", "--max-model-len", "2048"]
+        args += ["--enable-prompt-tokens-details"]
+        alone = stack.enter_context(server(model, tmp_path / "nobody", tmp_path / "log", *args))
+        deployment = settings(model, "nixl", roles={"prefill": 0, "decode": 0, "mixed": 1})
+        del deployment["engine"]["block_size"]
+        deployment["engine"]["vllm"] = {
+            "transfer": "nixl", "attach": alone.url, "sockets": f"tcp://127.0.0.1:{port}",
+        }  # fmt: skip
+        served = stack.enter_context(serve(tmp_path, deployment))
+        assert ask_all(served, prompts) == expected
+        assert served.total("kv_blocks_cached") > 0 < served.total("prefix_cache_hits_total")
 
 
 def test_grammars_hold_when_their_server_dies(model: Path, prompts: list[list[int]], tmp_path: Path) -> None:

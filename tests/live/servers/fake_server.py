@@ -19,10 +19,11 @@ import os
 import re
 import secrets
 import signal
+import socket
 import time
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ import numpy
 import zmq
 import zmq.asyncio
 from aiohttp import web
+
+from benchmarks.served import reserved_port
 
 REPLAY_END = (1 << 64) - 1
 STEP_S = 0.001
@@ -654,3 +657,17 @@ def url_of(folder: Path, parent: int) -> str | None:
     """Of the server that this process started last, if there is one."""
     found = [path for path in folder.glob("*.url") if re.fullmatch(rf"{parent}\.\d+", path.stem)]
     return max(found, key=lambda path: path.stat().st_mtime_ns).read_text() if found else None
+
+
+@contextlib.contextmanager
+def two_ports() -> Iterator[int]:
+    """The first of two free ports, side by side, for a server."""
+    with contextlib.ExitStack() as stack:
+        while True:
+            port = stack.enter_context(reserved_port())
+            other = stack.enter_context(socket.socket())
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with contextlib.suppress(OSError, OverflowError):
+                other.bind(("127.0.0.1", port + 1))
+                break
+        yield port

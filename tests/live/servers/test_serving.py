@@ -11,7 +11,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -29,7 +28,7 @@ from isthmus.live.servers.server import ServerSockets, arguments_of
 from tests.models import EOS, make_model
 from tests.served import LIMIT_S, Served, alive, node_pid, serve, streamed
 
-from .fake_server import digest, expected_tokens, stand_in, url_of
+from .fake_server import digest, expected_tokens, stand_in, two_ports, url_of
 
 BLOCK_BYTES = 3 * 16 * 2 * 2 * 16 * 4
 """Of three layers: 16 tokens, K and V, two heads of 16 numbers."""
@@ -532,20 +531,6 @@ def test_without_a_pool_nothing_but_the_network_is_shared(model: Path, tmp_path:
             assert [answer["choices"][0]["token_ids"] for answer in answers] == 2 * [expected_tokens(long, 20)]
             assert [cached(answer) for answer in answers] == [0, 128]
             served.wait_until(lambda: served.total("kv_blocks_cached"), "its events are heard")
-
-
-@contextlib.contextmanager
-def two_ports() -> Iterator[int]:
-    """The first of two free ports, side by side, for a server."""
-    with contextlib.ExitStack() as stack:
-        while True:
-            port = stack.enter_context(reserved_port())
-            other = stack.enter_context(socket.socket())
-            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            with contextlib.suppress(OSError, OverflowError):
-                other.bind(("127.0.0.1", port + 1))
-                break
-        yield port
 
 
 def test_a_folder_that_is_not_there_is_named(model: Path, tmp_path: Path) -> None:

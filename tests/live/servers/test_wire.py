@@ -202,9 +202,7 @@ def test_a_connection_that_ends_in_a_save_takes_no_slot_back_that_becomes_a_bloc
         ),
     ],
 )
-def test_what_would_end_a_server_is_refused(
-    most: dict[str, Any], more: dict[str, Any], said: str
-) -> None:
+def test_what_would_end_a_server_is_refused(most: dict[str, Any], more: dict[str, Any], said: str) -> None:
     """vLLM's API takes it, and its engine dies of it, or answers what is not allowed."""
     assert objection(Sampling(**most)) == ""
     assert objection(Sampling(**more)) == said

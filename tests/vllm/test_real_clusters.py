@@ -44,9 +44,7 @@ NIXL = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wide")
-    make_model(folder, "llama", num_hidden_layers=4, hidden_size=256, initializer_range=0.15, eos_token_id=EOS)
-    tokenizer = folder / "tokenizer_config.json"
-    tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()) | {"eos_token": "<|eos|>"}))
+    make_model(folder, "llama", num_hidden_layers=4, hidden_size=256, initializer_range=0.15)
     return folder
 
 
@@ -169,16 +167,17 @@ def _took(served: Served, body: dict[str, Any], number: int, answers: dict[int, 
 
 
 def test_a_server_is_attached_to_that_shares_nothing_but_the_network(
-    model: Path, prompts: list[list[int]], expected: list[list[int]], tmp_path: Path
+    model: Path, prompts: list[list[int]], tmp_path: Path
 ) -> None:
-    """Without a pool; whatever its names and its blocks."""
+    """Without a pool; whatever its names and its blocks. It says through the cluster what it says itself."""
     with two_ports() as port, contextlib.ExitStack() as stack:
         events: dict[str, Any] = {"enable_kv_cache_events": True, "publisher": "zmq"}
         events |= {"endpoint": f"tcp://*:{port}", "replay_endpoint": f"tcp://*:{port + 1}"}
         args = ["--kv-transfer-config", json.dumps(NIXL), "--kv-events-config", json.dumps(events)]
-        args += ["--served-model-name", "theirs", "too", "--block-size", "64", "--max-model-len", "2048"]
+        args += ["--served-model-name", "theirs", "m", "--block-size", "64", "--max-model-len", "2048"]
         args += ["--enable-prompt-tokens-details"]
         alone = stack.enter_context(server(model, tmp_path / "nobody", tmp_path / "log", *args))
+        expected = [alone.complete(prompt, n=NUM_TOKENS) for prompt in prompts]
         deployment = settings(model, "nixl", roles={"prefill": 0, "decode": 0, "mixed": 1})
         del deployment["engine"]["block_size"]
         deployment["engine"]["vllm"] = {
@@ -189,8 +188,12 @@ def test_a_server_is_attached_to_that_shares_nothing_but_the_network(
         assert served.total("kv_blocks_cached") > 0 < served.total("prefix_cache_hits_total")
 
 
-def test_grammars_hold_when_their_server_dies(model: Path, prompts: list[list[int]], tmp_path: Path) -> None:
-    """With blocks of the size that vLLM chooses."""
+def test_grammars_hold_when_their_server_dies(prompts: list[list[int]], tmp_path: Path) -> None:
+    """With blocks of the size that vLLM chooses, and a model that has an end token."""
+    model = tmp_path / "ends"
+    make_model(model, "llama", num_hidden_layers=4, hidden_size=256, initializer_range=0.15, eos_token_id=EOS)
+    tokenizer = model / "tokenizer_config.json"
+    tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()) | {"eos_token": "<|eos|>"}))
     schema = {"type": "object", "properties": {"age": {"type": "integer", "maximum": 99}}, "required": ["age"]}
     form = {
         "type": "json_schema",

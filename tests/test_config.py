@@ -52,7 +52,7 @@ limits.max_requests limits.max_attempts limits.start_s limits.drain_s limits.sil
 limits.transfer_s limits.link_s limits.body_bytes limits.json_depth limits.messages limits.tools limits.preparing
 limits.prepare_s limits.prepare_memory limits.grammar_bytes limits.grammar_s limits.grammar_memory
 limits.grammars_memory limits.greeting_s limits.greetings limits.wait_s auth.keys auth.tenants auth.metrics
-limits.header_bytes limits.headers limits.header_s limits.body_s limits.bodies limits.connections
+limits.timeout_s limits.header_bytes limits.headers limits.header_s limits.body_s limits.bodies limits.connections
 https.certificate https.key cors.origins
 auth.default.requests_per_s auth.default.tokens_per_s auth.default.burst_s auth.default.concurrent auth.default.weight
 lending.policy lending.reserve lending.period_s

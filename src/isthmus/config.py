@@ -339,6 +339,7 @@ class LimitsConfig(_Section):
     greeting_s: float = Field(5.0, gt=0)
     greetings: int = Field(128, ge=1)
     wait_s: float = Field(2.0, ge=0, le=60)
+    timeout_s: float = Field(600.0, gt=0)
     header_bytes: Bytes = Field(64 * 2**10, ge=1024, le=2**20)
     headers: int = Field(100, ge=1, le=10_000)
     header_s: float = Field(5.0, gt=0)

@@ -86,6 +86,10 @@ def route(
     state: Annotated[
         Path | None, typer.Option(help="Keep what is known of caches in this file, for the next start.")
     ] = None,
+    timeout_s: Annotated[
+        float | None,
+        typer.Option(help="Longest wait for the first bytes of an answer, and between its bytes (600)."),
+    ] = None,
     record: Annotated[Path | None, typer.Option(help="Write a flight recording (JSONL) here.")] = None,
 ) -> None:
     """One endpoint before servers that already run: requests go where their prompts are cached or soonest computed.
@@ -102,6 +106,7 @@ def route(
         "slo.ttft_ms": ttft_ms,
         "slo.tbt_ms": tbt_ms,
         "limits.body_bytes": max_body,
+        "limits.timeout_s": timeout_s,
         "record": str(record) if record else None,
     }
     with starting():
@@ -261,6 +266,7 @@ async def _route(
         key=server_key,
         new_recorder=new_recorder if config.record else None,
         alias_of=partial(opaque, secret=secrets.token_hex()),
+        timeout_s=config.limits.timeout_s,
         samples=prompt_tokens.samples if prompt_tokens is not None else None,
         state=kept,
     )

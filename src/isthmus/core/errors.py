@@ -7,6 +7,7 @@
     ├── RequestError         one request is wrong                         HTTP 400
     ├── OverloadedError      refused for now; says when to try again      HTTP 429
     ├── UnavailableError     no node can serve this now                   HTTP 503
+    ├── TimedOutError        no server answered in the time allowed       HTTP 504
     └── ProtocolError        a peer sent something it must not send
 
 Bugs of ours are assertions, not members of this tree.
@@ -63,6 +64,10 @@ class UnavailableError(IsthmusError):
     def __init__(self, message: str, *, retry_after_s: int = 1) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class TimedOutError(IsthmusError):
+    http_status = 504
 
 
 class ProtocolError(IsthmusError):

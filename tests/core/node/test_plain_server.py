@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus.core.attempts import BlocksStored
-from isthmus.core.node.plain_server import LEAST_BLOCKS, PlainServer
+from isthmus.core.node.plain_server import LEAST_BLOCKS, Answers, PlainServer
 from isthmus.core.scheduler import chains_of
 from isthmus.core.types import NodeId, Tenant
 
@@ -63,3 +63,15 @@ def test_chains_of_tenants_are_kept_without_their_shares() -> None:
     for number, name in enumerate(("a", "b", "a")):
         server.computed(CHAINS[number], Tenant(name, 1.0))
     assert sorted(chains_of(server.entries())) == sorted(CHAINS[:3])
+
+
+def test_an_answer_lies_behind_its_prompt_where_it_was_generated() -> None:
+    answers, one, other = Answers(), NodeId("one"), NodeId("other")
+    names = CHAINS[0][:9]
+    answers.ended(one, names[:3], 2)
+    answers.ended(other, names[:3], 1)
+    answers.ended(other, names[:5], 1)
+    answers.ended(one, (), 1)
+    assert answers.behind(names[:2]) == (0, {})
+    assert answers.behind(names[:4]) == (3, {one: 2, other: 1})
+    assert answers.behind(names) == (5, {other: 1})

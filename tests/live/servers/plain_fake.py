@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from itertools import count
 from typing import Any
 
 WORDS = ["one ", "two ", "three ", "four"]
@@ -14,8 +15,9 @@ METRICS = 'vllm:cache_config_info{block_size="16",num_gpu_blocks="64"} 1.0\n'
 class FakeServer:
     """Speaks HTTP/1.1 by hand, so that it can die as a process does.
 
-    `fault`: "" or `error` (HTTP 500), `hang` (no answer to anything), `cut` (the connection breaks off after the second
-    word); `gate`: unset, answers wait for it after their first word, and errors before it.
+    `fault`: "" or `error` (HTTP 500), `hang` (no answer to anything), `mute` (none to requests for answers), `cut` (the
+    connection breaks off after the second word); `gate`: unset, answers wait for it after their first word, and errors
+    before it. `num_stale`: so many of the next requests over connections that were used before find them closed.
     """
 
     def __init__(self, *models: str, metrics: str = METRICS) -> None:
@@ -29,6 +31,7 @@ class FakeServer:
         self.asked: list[tuple[str, str, dict[str, str], bytes]] = []
         self.gate = asyncio.Event()
         self.gate.set()
+        self.num_stale = 0
         self.num_left = 0
         """Requests whose client left before their answer was whole."""
         self.port = 0
@@ -66,11 +69,14 @@ class FakeServer:
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-            while True:
+            for number in count():
                 head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
                 method, target, _ = head[0].split(" ")
                 headers = dict(line.split(": ", 1) for line in head[1:] if line)
                 body = await reader.readexactly(int(headers.get("Content-Length", 0)))
+                if number and method == "POST" and self.num_stale:
+                    self.num_stale -= 1
+                    break
                 answering = asyncio.create_task(self._answer(writer, method, target, headers, body))
                 leaving = asyncio.create_task(reader.read(1))  # nothing comes before the answer but an end
                 await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -103,6 +109,8 @@ class FakeServer:
             case "/health":
                 return _whole(writer, b"")
         self.asked.append((method, target, headers, body))
+        if self.fault == "mute":
+            await asyncio.Event().wait()
         if self.fault == "error":
             await self.gate.wait()
             return _whole(writer, b'{"error": {"message": "%s is ill"}}' % self.url.encode(), "500 Error")

@@ -31,10 +31,12 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.asynccontextmanager
-async def routed(*servers: FakeServer, rules: Rules = RULES, rejoin_s: float = 0.2) -> AsyncIterator[Router]:
+async def routed(
+    *servers: FakeServer, rules: Rules = RULES, rejoin_s: float = 0.2, timeout_s: float | None = None
+) -> AsyncIterator[Router]:
     for server in servers:
         await server.start()
-    router = Router(rules, [server.url for server in servers], rejoin_s=rejoin_s)
+    router = Router(rules, [server.url for server in servers], rejoin_s=rejoin_s, timeout_s=timeout_s)
     try:
         async with router.run():
             yield router
@@ -115,6 +117,20 @@ def test_a_prompt_goes_where_its_beginning_was_computed() -> None:
                 assert len(texts) >= 6, "nothing came here"
             beginnings = [{json.loads(body)["prompt"][0] for body in server.bodies} for server in (one, other)]
             assert not beginnings[0] & beginnings[1], "a conversation changed its server"
+
+    run(test)
+
+
+def test_a_conversation_goes_on_where_its_answer_was_generated() -> None:
+    async def test() -> None:
+        server = FakeServer()
+        async with routed(server) as router:
+            text = "a" * (5 * 64 + 13 * 4)  # four tokens of an answer fill its sixth block
+            await ask(router, asked(text))
+            for tail in ("b", "c"):
+                answer = await router.forward(asked(text + tail * 200))
+                assert isinstance(answer, PassedBack) and answer._request.believed == 6
+                await read(answer)
 
     run(test)
 
@@ -235,9 +251,9 @@ def test_a_client_that_leaves_takes_its_request_along(when: str) -> None:
                 await anext(chunks)
                 await chunks.aclose()
             else:
-                server.fault = "hang"
+                server.fault = "mute"
                 waiting = asyncio.create_task(router.forward(asked()))
-                await until(lambda: router.gauges()["server_requests_running"][server.url] == 1)
+                await until(lambda: len(server.bodies) == 1)
                 waiting.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await waiting

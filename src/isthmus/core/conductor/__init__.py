@@ -36,6 +36,7 @@ from isthmus.core.conductor.events import LinkState as LinkState
 from isthmus.core.conductor.events import NodeDrains as NodeDrains
 from isthmus.core.conductor.events import NodeJoined as NodeJoined
 from isthmus.core.conductor.events import NodeLeft as NodeLeft
+from isthmus.core.conductor.events import NodeProbed as NodeProbed
 from isthmus.core.conductor.events import NodeStays as NodeStays
 from isthmus.core.conductor.events import Paths as Paths
 from isthmus.core.conductor.events import PromptContent as PromptContent
@@ -46,5 +47,6 @@ from isthmus.core.conductor.events import RequestCancelled as RequestCancelled
 from isthmus.core.conductor.events import RequestEnded as RequestEnded
 from isthmus.core.conductor.events import Rules as Rules
 from isthmus.core.conductor.events import ThresholdSet as ThresholdSet
+from isthmus.core.conductor.events import TimePassed as TimePassed
 from isthmus.core.conductor.events import Unremember as Unremember
 from isthmus.core.conductor.view import RequestView as RequestView

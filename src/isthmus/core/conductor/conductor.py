@@ -47,16 +47,19 @@ from isthmus.core.conductor.events import (
     NodeDrains,
     NodeJoined,
     NodeLeft,
+    NodeProbed,
     NodeStays,
     Refuse,
     RequestArrived,
     RequestCancelled,
     RequestEnded,
     Rules,
+    TimePassed,
 )
 from isthmus.core.conductor.eviction_cost import EvictionCost
 from isthmus.core.conductor.lending import Lending
 from isthmus.core.conductor.routing import Router
+from isthmus.core.conductor.slowness import Slowness
 from isthmus.core.conductor.view import WAITING, Kept, NodeView, Placement, RequestView, View
 from isthmus.core.types import MEMORY, NodeId, RequestId, Role
 
@@ -88,6 +91,7 @@ class Conductor:
         self._lending = Lending(self.view, rules)
         self._places = ReservedPlaces()
         self._leaving: dict[NodeId, bool] = {}  # nodes that drain for good, and whether they are dismissed
+        self.slowness = Slowness(self.view, self._router)
         self._short: dict[RequestId, None] = {}  # requests that wait for memory, first come first
         self._handlers: dict[type, Callable[..., list[Action]]] = {
             RequestArrived: self._arrive,
@@ -96,6 +100,7 @@ class Conductor:
             NodeJoined: self._node_joined,
             LinksMeasured: self._measured,
             HoldingsChanged: self._spread,
+            TimePassed: self._time_passed,
         }
         self._of_attempts: dict[type, Callable[..., list[Action]]] = {
             FetchFinished: self._fetched,
@@ -112,6 +117,7 @@ class Conductor:
             BlocksStored: self._stored,
             BlocksEvicted: self._evicted,
             MemoryUsed: self._memory_used,
+            NodeProbed: self._probed,
         }
 
     def on(self, event: Event, now: int) -> list[Action]:
@@ -213,7 +219,11 @@ class Conductor:
         return []
 
     def _first_token(self, request: RequestView, event: FirstToken, now: int) -> list[Action]:
-        self.view.first_token(request, now)
+        if request.is_presumed:  # it comes
+            request.is_presumed = False
+            return []
+        request.is_presumed = event.presumed
+        self.view.first_token(request, now, teaches=event.teaches and not event.presumed)
         if not request.answering:
             overload = self._admission.at_decode(self.view, request, now)
             if overload is not None:
@@ -227,8 +237,10 @@ class Conductor:
         return []
 
     def _ended(self, event: RequestEnded, now: int) -> list[Action]:
-        if event.request in self.view.requests and event.num_generated:
+        request = self.view.requests.get(event.request)
+        if request is not None and event.num_generated:
             self.view.outputs.add(event.num_generated)
+            self.view.answered(request, event.num_generated, now)
         return self._forget(event.request, now)
 
     def _forget(self, name: RequestId, now: int) -> list[Action]:
@@ -398,6 +410,22 @@ class Conductor:
         """Retries after the loss of a node or link, which counts as none of the request's attempts."""
         request.losses += 1
         return self._retry(request, reason, now)
+
+    def _time_passed(self, event: TimePassed, now: int) -> list[Action]:
+        """Routes requests anew that wait for a node that is late, and sets that node aside."""
+        actions: list[Action] = []
+        for waiting in self.slowness.late(now):
+            placement = self.slowness.elsewhere(waiting, now)
+            if placement is not None:
+                request = waiting.request
+                request.moves += 1
+                request.losses += 1
+                actions += [*self._abort(request, now), self._route(request, placement, now)]
+        return actions
+
+    def _probed(self, node: NodeView, event: NodeProbed, now: int) -> list[Action]:
+        self.slowness.probed(node, event.num_tokens, event.took_ns)
+        return []
 
     def _max_attempts(self, request: RequestView) -> int:
         return self.rules.max_attempts + min(request.losses, MAX_LOSSES) + request.refused

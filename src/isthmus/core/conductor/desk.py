@@ -75,7 +75,8 @@ class Desk:
                     return ()
             case FirstToken():
                 request = self.under_way(event.request, event.attempt)
-                if request is None or not request.is_silent:
+                is_first = request is not None and (request.is_silent or request.is_presumed > event.presumed)
+                if not is_first:
                     return ()
         actions = self.conductor.on(event, now)
         if self.log is not None:

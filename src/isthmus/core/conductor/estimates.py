@@ -50,7 +50,10 @@ class Estimator:
         self.num_tokens = request.num_tokens
         self.cluster = cluster = nodes[0].cluster
         self.ratio = cluster.calibration.ratio
-        self.waits = [node.free_ns - now if node.free_ns > now else 0 for node in nodes]
+        if cluster.learns_speeds:
+            self.waits = [node.wait_ns(now) for node in nodes]
+        else:
+            self.waits = [node.free_ns - now if node.free_ns > now else 0 for node in nodes]
         mask = cluster.prefill_mask if nodes is cluster.prefills else sum([node.bit for node in nodes])
         everyone = mask | (cluster.lender_mask | foreign) & view.index.users
         if matched is None:
@@ -61,6 +64,10 @@ class Estimator:
         self.depths = _by_slot(expected, mask, view.num_slots)
         self.memo: dict[int, float] = {}
         self.computed: dict[int, int] = {}
+
+    def ratio_of(self, node: NodeView) -> float:
+        """Measured over estimated prefill time of a node."""
+        return node.ratio if self.cluster.learns_speeds else self.ratio
 
     def compute_ns(self, node: NodeView, num_blocks: int) -> int:
         key = num_blocks << 16 | node.kind
@@ -74,7 +81,7 @@ class Estimator:
         key = num_blocks << 16 | node.kind
         found = self.memo.get(key)
         if found is None:
-            found = self.compute_ns(node, num_blocks) * self.ratio
+            found = self.compute_ns(node, num_blocks) * self.ratio_of(node)
             if num_blocks and node.paths.memory:
                 loaded = num_blocks * node.block_bytes + node.state_bytes
                 found = max(found, loaded * NS_PER_S / node.paths.memory)
@@ -121,7 +128,8 @@ class Estimator:
 
     def _note_compute(self, placement: Placement) -> None:
         estimate = self.compute_ns(placement.prefill, placement.cached)
-        placement.compute_ns = estimate if placement.work_ns <= int(estimate * self.ratio) else 0
+        ratio = self.ratio_of(placement.prefill)
+        placement.compute_ns = estimate if placement.work_ns <= int(estimate * ratio) else 0
 
 
 def match(view: View, request: RequestArrived, nodes: int) -> Matched:
@@ -217,7 +225,9 @@ class _Pricing:
         price = cluster.recent.backlog_price(estimator.waits, now)
         self._prices = [price] * count
         if cluster.has_mixed:
-            self._prices = [price + (node.batch if node.role is Role.MIXED else 0) for node in estimator.nodes]
+            self._prices = [
+                price + (node.num_delayed if node.role is Role.MIXED else 0) for node in estimator.nodes
+            ]
         self._room = price * cluster.recent.loss_per_block_ns(now)  # price of the room one block takes
         self._num_blocks = len(estimator.request.names)
         # The best so far: index of its node, source of its fetch, and the block up to which that goes.

@@ -182,10 +182,15 @@ class RequestArrived(msgspec.Struct, frozen=True, tag=True):
 
 
 class FirstToken(msgspec.Struct, frozen=True, tag=True):
-    """The prompt of this attempt is computed; its prefill node goes on to the next."""
+    """The prompt of this attempt is computed; its prefill node goes on to the next.
+
+    `presumed`: so it is expected, of an answer that says nothing before its end; another one follows when that comes.
+    `teaches`: it took as long as the prefill."""
 
     request: RequestId
     attempt: int
+    presumed: bool = False
+    teaches: bool = True
 
 
 class RequestEnded(msgspec.Struct, frozen=True, tag=True):
@@ -200,6 +205,19 @@ class HoldExpired(msgspec.Struct, frozen=True, tag=True):
 
     request: RequestId
     attempt: int
+
+
+class TimePassed(msgspec.Struct, frozen=True, tag=True):
+    """The time, told while requests wait for a node that is late (`Slowness.is_any_late`)."""
+
+
+class NodeProbed(msgspec.Struct, frozen=True, tag=True):
+    """A node that tells no cost computed a prompt of `num_tokens` that was no request, in `took_ns`. 0 tokens: it
+    answered, and computes no such prompts."""
+
+    node: NodeId
+    num_tokens: int
+    took_ns: int
 
 
 class RequestCancelled(msgspec.Struct, frozen=True, tag=True):
@@ -227,6 +245,8 @@ Event = (
     | LinksMeasured
     | HoldingsChanged
     | MemoryUsed
+    | TimePassed
+    | NodeProbed
 )
 
 

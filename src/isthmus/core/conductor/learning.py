@@ -11,23 +11,85 @@ from isthmus.core.types import NS_PER_S
 WINDOW_NS = 120 * NS_PER_S
 FORGET = 1 - 1 / 1000
 """Weight of earlier prefills with each new one: about the last thousand count."""
+FORGET_OWN = 1 - 1 / 32
+"""The same for one node: its speed changes as its neighbours on the machine do."""
 
 
 class Calibration:
-    """The ratio of measured to estimated prefill time, which cancels a common error of the cost model."""
+    """The ratio of measured to estimated time, which cancels a common error of the cost model. `forget`: the weight of
+    earlier measurements with each new one."""
 
-    __slots__ = ("_estimated", "_measured", "ratio")
+    __slots__ = ("_estimated", "_forget", "_measured", "ratio")
 
-    def __init__(self) -> None:
+    def __init__(self, forget: float = FORGET) -> None:
+        self._forget = forget
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets all that was measured."""
         self._estimated = self._measured = 0.0
         self.ratio = 1.0
 
-    def add(self, measured_ns: int, estimated_ns: int) -> None:
-        """Adds a prefill that waited for no KV: its measured time, and the estimate of the cost model."""
-        self._measured = self._measured * FORGET + measured_ns
-        self._estimated = self._estimated * FORGET + estimated_ns
+    @property
+    def is_taught(self) -> bool:
+        return self._estimated > 0
+
+    def add(self, measured_ns: float, estimated_ns: float) -> None:
+        """Adds a time that was measured, of a prefill one that waited for no KV, and the estimate of the cost model."""
+        self._measured = self._measured * self._forget + measured_ns
+        self._estimated = self._estimated * self._forget + estimated_ns
         if self._estimated > 0:
             self.ratio = min(1e3, max(1e-3, self._measured / self._estimated))
+
+
+LATE_NS = NS_PER_S // 2
+"""A prefill is late when it takes so much longer than expected, and twice as long."""
+
+
+CLEAR, ENOUGH = 2.0, 8
+"""How clear the difference of a node's speed must be, and how many times one measurement that is alone counts."""
+
+
+def is_late(late_ns: float, expected_ns: float) -> bool:
+    """Whether a prefill that takes `late_ns` longer than `expected_ns` is far slower than its node was."""
+    return late_ns >= LATE_NS and late_ns >= expected_ns
+
+
+class Speed:
+    """Statistics of a node that tells no cost. `prefill`, `tokens`: calibrations of its prefills and its time between
+    tokens; `quick_ns`: when it last gave a first token that was not late.
+
+    Times of one node scatter, and nodes that are alike shall be taken in turn: a node has a speed of its own only while
+    the sum of its differences from the common speed is more than `CLEAR` times what chance would make it.
+    """
+
+    __slots__ = ("_common", "_differences", "_squares", "prefill", "quick_ns", "tokens")
+
+    def __init__(self, common: Calibration) -> None:
+        self._common = common
+        self.prefill, self.tokens = Calibration(FORGET_OWN), Calibration(FORGET_OWN)
+        self.quick_ns = 0
+        self.restart()
+
+    def restart(self, took_ns: float = 0, estimated_ns: float = 0) -> None:
+        """Forgets all that was learnt of prefills but the one given, if it is, which is then the node's speed."""
+        self.prefill.clear()
+        self._differences = self._squares = 0.0
+        for _ in range(ENOUGH if estimated_ns else 0):
+            self.add(took_ns, estimated_ns)
+
+    @property
+    def ratio(self) -> float:
+        """Measured over estimated prefill time."""
+        is_own = self._differences**2 > CLEAR**2 * self._squares
+        return self.prefill.ratio if is_own else self._common.ratio
+
+    def add(self, took_ns: float, estimated_ns: float) -> None:
+        """Adds the measured time of a prefill, and the estimate of the cost model."""
+        difference = took_ns - self._common.ratio * estimated_ns
+        self._differences = self._differences * FORGET_OWN + difference
+        self._squares = self._squares * FORGET_OWN + difference**2
+        self.prefill.add(took_ns, estimated_ns)
 
 
 class Decaying:

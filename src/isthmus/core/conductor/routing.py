@@ -208,7 +208,7 @@ class Router:
         work = node.cost.prefill_ns(request.num_tokens - cached, cached) * cluster.calibration.ratio
         price = cluster.recent.backlog_price(waits, now)
         if node.role is MIXED:
-            price += node.batch
+            price += node.num_delayed
         ttft = min(waits) + work
         if cluster is not home:
             link = self._links[cluster.name, home.name]

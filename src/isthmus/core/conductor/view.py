@@ -12,7 +12,7 @@ from isthmus.core.blocks import state_name
 from isthmus.core.conductor.copies import ClusterLink, Copy, Link, end
 from isthmus.core.conductor.events import LinkRule, NodeJoined, RequestArrived
 from isthmus.core.conductor.index import PrefixIndex
-from isthmus.core.conductor.learning import Calibration, OutputLengths, Recent
+from isthmus.core.conductor.learning import FORGET_OWN, Calibration, OutputLengths, Recent, Speed, is_late
 from isthmus.core.cost import Curve, NodeCost, compile_cost
 from isthmus.core.types import BlockName, NodeId, RequestId, Role
 
@@ -22,23 +22,27 @@ class Cluster:
 
     `prefills`: nodes that a request may prefill on; `decodes`: decode nodes. `lender_mask`: other nodes whose cache can
     be fetched from, decode or draining ones. `prefills_alike`: all of one kind. `smallest_prefill`, `smallest_decode`:
-    the least capacity, in tokens, 0 without a node.
+    the least capacity, in tokens, 0 without a node. `learns_speeds`: some nodes tell no cost, and have a speed of their
+    own; `tokens`: the calibration of their time between tokens, in common.
     """
 
     __slots__ = (
-        "calibration", "decodes", "has_attention", "has_mixed", "has_prefill", "lender_mask", "name", "prefill_mask",
-        "prefills", "prefills_alike", "recent", "smallest_decode", "smallest_prefill",
+        "calibration", "decodes", "has_attention", "has_mixed", "has_prefill", "learns_speeds", "lender_mask", "name",
+        "prefill_mask", "prefills", "prefills_alike", "recent", "smallest_decode", "smallest_prefill", "tokens",
     )  # fmt: skip
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.calibration, self.recent = Calibration(), Recent()
+        self.tokens = Calibration(FORGET_OWN)
         self.sort(())
 
     def sort(self, nodes: Sequence[NodeView], *, serves_others: bool = False) -> None:
         """Mixed nodes always prefill; prefill nodes only if a node decodes, here or in a cluster that this one
         serves."""
         working = [node for node in nodes if not node.draining]
+        working = [node for node in working if not node.is_aside] or working
+        self.learns_speeds = any(node.speed is not None for node in working)
         self.decodes = [node for node in working if node.role is Role.DECODE]
         prefill = bool(self.decodes) or serves_others
         roles = (Role.MIXED, Role.PREFILL) if prefill else (Role.MIXED,)
@@ -84,10 +88,41 @@ class NodeView:
     """One node: its prefill queue, its decode batch, and its links."""
 
     __slots__ = (
-        "batch", "bit", "block_bytes", "block_size", "cache_blocks", "capacity_tokens", "cluster", "context",
-        "cost", "decodes", "draining", "evictions", "expected_blocks", "free_ns", "hands_over_on_link", "kind",
-        "kv_dtype", "kv_heads", "lends", "lent_blocks", "link_in", "link_out", "max_sequences", "node", "paths",
-        "prefills", "reuse_layers", "role", "service_ns", "slot", "state_blocks", "state_bytes", "work_ns",
+        "batch",
+        "bit",
+        "block_bytes",
+        "block_size",
+        "cache_blocks",
+        "capacity_tokens",
+        "cluster",
+        "context",
+        "cost",
+        "decodes",
+        "draining",
+        "evictions",
+        "expected_blocks",
+        "free_ns",
+        "hands_over_on_link",
+        "is_aside",
+        "kind",
+        "kv_dtype",
+        "kv_heads",
+        "lends",
+        "lent_blocks",
+        "link_in",
+        "link_out",
+        "max_sequences",
+        "node",
+        "paths",
+        "prefills",
+        "reuse_layers",
+        "role",
+        "service_ns",
+        "slot",
+        "speed",
+        "state_blocks",
+        "state_bytes",
+        "work_ns",
     )  # fmt: skip
 
     def __init__(self, joined: NodeJoined, slot: int, kind: int, cost: NodeCost, cluster: Cluster) -> None:
@@ -95,6 +130,8 @@ class NodeView:
         self.slot, self.bit = slot, 1 << slot  # its place in the index's masks
         self.kind = kind  # nodes of one kind take the same time for the same work
         self.draining = False  # finishes its work and gets no more
+        self.is_aside = False  # gets no work while others can take it: it is far slower than it was
+        self.speed = Speed(cluster.calibration) if joined.cost is None else None  # None: it tells its cost
         self.capacity_tokens, self.block_size = joined.capacity_tokens, joined.block_size
         self.max_sequences = joined.max_sequences
         self.state_bytes, self.state_blocks = cost.state_bytes, joined.state_blocks  # of a recurrent state
@@ -119,6 +156,42 @@ class NodeView:
         yields the first output token."""
         cached = min(num_blocks * self.block_size, num_tokens - 1)
         return self.cost.prefill_ns(num_tokens - cached, cached)
+
+    @property
+    def num_delayed(self) -> int:
+        """Requests that a prefill on this mixed node will delay: all that are there, since those that wait may wait for
+        memory. A node that tells no cost has memory that nobody counts: there as many as decode now, since some of
+        these end meanwhile and some of the queue begin."""
+        return self.batch if self.speed is None else self.batch - len(self.prefills)
+
+    @property
+    def ratio(self) -> float:
+        """Measured over estimated prefill time: its own where it tells no cost, else its cluster's."""
+        return self.cluster.calibration.ratio if self.speed is None else self.speed.ratio
+
+    @property
+    def tokens(self) -> Calibration:
+        """Measured over guessed time between tokens, as `ratio`."""
+        speed = self.speed
+        return speed.tokens if speed is not None and speed.tokens.is_taught else self.cluster.tokens
+
+    @property
+    def guessed_step_ns(self) -> float:
+        """Time between tokens by the cost model, of one request alone."""
+        return self.cost.decode_step_ps(1)[0] / 1000
+
+    def late_ns(self, now: int) -> int:
+        """How much later than expected the first prefill of its queue is; negative before that is expected."""
+        first = next(iter(self.prefills.values()), None)
+        return -1 if first is None else now - self.service_ns - first.work_ns
+
+    def wait_ns(self, now: int) -> int:
+        """Time until its queue is computed. One that is late is expected to take as long again as it is late: nothing
+        else is known of a node that tells no cost."""
+        if self.speed is None or not self.prefills:
+            return max(0, self.free_ns - now)
+        first = next(iter(self.prefills.values()))
+        return abs(self.late_ns(now)) + self.work_ns - first.work_ns
 
 
 class HeldBlocks(NamedTuple):
@@ -225,6 +298,9 @@ class RequestView:
     refused: int = 0  # attempts that found no memory on a node
     waits: int = 0  # times it began to wait for memory as the first in line
     copies: tuple[Copy, ...] = ()  # fetches for its prefill
+    moves: int = 0  # attempts given up since their node was late
+    is_presumed: bool = False  # its prompt counts as computed, though nothing has come of its answer
+    began_ns: int = -1  # when the node turned to it, of an answer that is not streamed
     is_exact: bool = True  # no KV of other prompts
     coming: Sequence[BlockName] = ()  # blocks that its prefill node will have
     across: ClusterLink | None = None  # the link between clusters that its hand-over crosses
@@ -297,7 +373,8 @@ class View:
         if slot == len(self._slots):
             self._slots.append(None)
         facts = joined.cost or UNKNOWN
-        kind = (facts, joined.paths, joined.block_size)
+        own = joined.node if joined.cost is None else ""  # its speed is its own
+        kind = (facts, joined.paths, joined.block_size, own)
         if kind not in self._kinds:
             self._kinds.append(kind)
         if joined.cluster not in self.clusters:
@@ -315,6 +392,10 @@ class View:
         del self.nodes[node.node]
         self.index.drop(node.bit)
         self._slots[node.slot] = None
+        self.sort_roles()
+
+    def set_aside(self, node: NodeView, *, is_aside: bool) -> None:
+        node.is_aside = is_aside
         self.sort_roles()
 
     def sort_roles(self) -> None:
@@ -425,13 +506,19 @@ class View:
             lender.link_out.use(recalled, now)
             decode.link_in.use(recalled, now)
 
-    def first_token(self, request: RequestView, now: int) -> None:
-        """Ends a prefill: the node turns to its next request. Idempotent."""
+    def first_token(self, request: RequestView, now: int, *, teaches: bool = True) -> None:
+        """Ends a prefill: the node turns to its next request. Idempotent. `teaches`: as in `FirstToken`."""
         node = request.prefill
         if request.state is not PREFILLING or node is None:
             return
-        if request.compute_ns:
+        if teaches and request.compute_ns:
             node.cluster.calibration.add(now - node.service_ns, request.compute_ns)
+            if node.speed is not None:
+                took = now - node.service_ns
+                node.speed.add(took, request.compute_ns)
+                if not is_late(took - request.work_ns, request.work_ns):
+                    node.speed.quick_ns = now
+        request.began_ns = node.service_ns if request.is_presumed else -1
         request.state = PREFILLED[request.state]
         self._leave_queue(request, node)
         node.service_ns = now
@@ -445,6 +532,28 @@ class View:
             request.state = HANDED_OVER[request.state]
             request.decode_ns = now
             self._crossed(request)
+
+    def answered(self, request: RequestView, num_generated: int, now: int) -> None:
+        """Learns the speed of a node that tells no cost from a whole answer: of one that was streamed the time between
+        tokens; of another what that leaves for the prefill, unless it is the smaller part."""
+        node = request.decode
+        if node is None or node.speed is None or request.state is not DECODING or num_generated < 1:
+            return
+        steps, tokens = (num_generated - 1) * node.guessed_step_ns, node.tokens
+        if request.began_ns < 0:
+            if steps:
+                for learnt in (node.speed.tokens, node.cluster.tokens):
+                    learnt.add(now - request.decode_ns, steps)
+            return
+        took = float(now - request.began_ns)
+        if steps and not tokens.is_taught:  # both parts count alike
+            estimated = float(request.compute_ns + steps)
+        else:
+            took, estimated = took - steps * tokens.ratio, float(request.compute_ns)
+            if took < steps * tokens.ratio:
+                return
+        node.cluster.calibration.add(took, estimated)
+        node.speed.add(took, estimated)
 
     def unassign(self, request: RequestView, now: int) -> None:
         """Takes a request off its nodes; blocks fetched so far stay cached."""
@@ -466,6 +575,7 @@ class View:
         for node in request.growth:
             node.expected_blocks -= request.expected_blocks
         request.prefill, request.decode, request.growth = None, None, ()
+        request.is_presumed, request.began_ns = False, -1
         request.state = WITHDRAWN[request.state]
 
     def _crossed(self, request: RequestView) -> None:

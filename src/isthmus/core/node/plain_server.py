@@ -7,6 +7,7 @@ tokens: a prompt found cached less than believed shrinks it, one found cached mo
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from isthmus.core.attempts import BlocksEvicted, BlocksStored
@@ -21,6 +22,9 @@ STEP = 1 / 16
 DOUBT = 0.25
 """Least difference between the cached shares of a prompt, told and believed, that corrects the capacity: prompts are
 counted in bytes here and in tokens there."""
+
+MOST_ENDS = 1 << 14
+"""Answers that are remembered to have followed a prompt."""
 
 Reports = list[BlocksStored | BlocksEvicted]
 
@@ -85,3 +89,29 @@ class PlainServer:
     def check(self) -> None:
         """Checks the belief's order and conservation; walks over everything."""
         self._tiers.check()
+
+
+class Answers:
+    """How much was generated behind which prompts, and where: a server has that cached as well, and a conversation goes
+    on with it. Its text is not known before."""
+
+    def __init__(self) -> None:
+        self._ends: OrderedDict[BlockName, dict[NodeId, int]] = OrderedDict()
+
+    def ended(self, node: NodeId, names: Sequence[BlockName], num_blocks: int) -> None:
+        """Notes that a node computed `num_blocks` behind a prompt."""
+        if not names or not num_blocks:
+            return
+        self._ends.setdefault(names[-1], {})[node] = num_blocks
+        self._ends.move_to_end(names[-1])
+        if len(self._ends) > MOST_ENDS:
+            self._ends.popitem(last=False)
+
+    def behind(self, names: Sequence[BlockName]) -> tuple[int, dict[NodeId, int]]:
+        """Returns the length in blocks of the longest prompt that this one goes on from, and the blocks behind it by
+        node; (0, {}) without one."""
+        for at in range(len(names), 0, -1):
+            found = self._ends.get(names[at - 1])
+            if found is not None:
+                return at, found
+        return 0, {}

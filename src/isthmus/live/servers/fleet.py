@@ -20,7 +20,7 @@ import aiohttp
 
 from isthmus.core import conductor
 from isthmus.core.errors import RequestError, UnavailableError
-from isthmus.core.node.plain_server import Reports
+from isthmus.core.node.plain_server import Answers, Reports
 from isthmus.core.types import MIXED, NodeId, RequestId
 from isthmus.live.cluster.recorder import Recorder
 from isthmus.live.servers.cached import Cached
@@ -92,7 +92,7 @@ class Pool:
     """The servers that list the same models, behind a conductor of their own."""
 
     def __init__(self, models: tuple[str, ...], naming: Naming, desk: conductor.Desk) -> None:
-        self.models, self.naming, self.desk = models, naming, desk
+        self.models, self.naming, self.desk, self.answers = models, naming, desk, Answers()
 
 
 class Fleet:
@@ -113,6 +113,7 @@ class Fleet:
         decide: Decide,
         samples: Samples | None = None,
         state: StateFile | None = None,
+        timeout_s: float | None = None,
     ) -> None:
         self._samples, self._state = samples, state
         self.servers: dict[NodeId, Server] = {}
@@ -122,12 +123,15 @@ class Fleet:
         self._key, self._new_recorder = key, new_recorder
         self._recorders: list[Recorder] = []
         self._watching: set[asyncio.Task[None]] = set()
-        self._session: aiohttp.ClientSession | None = None
+        self._timeout_s = timeout_s
+        self._sessions: tuple[aiohttp.ClientSession, aiohttp.ClientSession] | None = (
+            None  # the second keeps nothing
+        )
 
     @contextlib.asynccontextmanager
     async def run(self) -> AsyncGenerator[None]:
         """Watches the servers that are wanted, inside the context."""
-        self._session = new_session()
+        self._sessions = new_session(self._timeout_s), new_session(self._timeout_s, keeps=False)
         if self._state is not None:
             keeping = self._state.keep(self._snapshots, self._num_requests, lambda: self._wanted)
             self._watching.add(asyncio.get_running_loop().create_task(keeping))
@@ -140,7 +144,8 @@ class Fleet:
             await asyncio.gather(*watching, return_exceptions=True)
             for server in self.servers.values():
                 server.close()
-            await self._session.close()
+            for session in self._sessions:
+                await session.close()
             for recorder in self._recorders:
                 recorder.close()
 
@@ -167,8 +172,8 @@ class Fleet:
                 self._drain(server)
 
     def _add(self, node: NodeId) -> None:
-        assert self._session is not None, "outside `run`"
-        server = self.servers[node] = Server(node, PlainClient(node, self._key, self._session))
+        assert self._sessions is not None, "outside `run`"
+        server = self.servers[node] = Server(node, PlainClient(node, self._key, *self._sessions))
         server.watching = asyncio.get_running_loop().create_task(self._watch(server))
         self._watching.add(server.watching)
         server.watching.add_done_callback(self._watching.discard)
@@ -250,6 +255,10 @@ class Fleet:
             return f"{url}: does not answer; it is asked every {PROBE_S:g} s"
         memory = f"{told.kv_tokens:,} tokens of KV memory" if told.kv_tokens else "does not say its KV memory"
         return ": ".join([url, ", ".join([*told.names, *filter(None, [told.kind]), memory])])
+
+    @property
+    def pools(self) -> list[Pool]:
+        return list(self._pools.values())
 
     def pool_of(self, model: str) -> Pool:
         """Returns the pool that serves a model; the only one, whose servers know best, for any name. Raises

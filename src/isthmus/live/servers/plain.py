@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import re
+import time
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import aiohttp
@@ -18,6 +20,9 @@ CONNECT_S = 3.0
 MAX_TOLD_BYTES = 16 << 20
 KEPT_S = 3.0
 """How long a connection is kept for the next request: servers close theirs after 5 s and more."""
+STALE_S = 0.5
+"""A kept connection that breaks within this time of a request, before a byte of its answer, had been closed by the
+server before the request came."""
 NOT_PASSED_BACK = frozenset(
     (
         "connection",
@@ -137,24 +142,38 @@ class Response:
             self._response.close()
 
 
-def new_session() -> aiohttp.ClientSession:
-    """Returns a session for the clients of all servers, in an event loop."""
+def new_session(timeout_s: float | None = None, *, keeps: bool = True) -> aiohttp.ClientSession:
+    """Returns a session for the clients of all servers, in an event loop. `timeout_s`: the longest time between two
+    bytes of an answer, None without one; `keeps`: connections are used for several requests."""
+    trace = aiohttp.TraceConfig()
+    trace.on_connection_reuseconn.append(_note_reuse)
+    kept = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S) if keeps else None
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S),
+        connector=kept or aiohttp.TCPConnector(limit=0, force_close=True),
         cookie_jar=aiohttp.DummyCookieJar(),  # cookies are the clients'
         max_field_size=1 << 16,
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=timeout_s),
         auto_decompress=False,
         read_bufsize=1 << 16,
         skip_auto_headers=("User-Agent", "Accept-Encoding", "Accept", "Content-Type"),
+        trace_configs=[trace],
     )
 
 
-class PlainClient:
-    """Client of the server at `url`. `key`: an API key, in place of the clients' own."""
+async def _note_reuse(session: aiohttp.ClientSession, context: SimpleNamespace, _: Any) -> None:
+    """aiohttp's sign that a request goes over a connection that was kept."""
+    if context.trace_request_ctx is not None:
+        context.trace_request_ctx.is_reused = True
 
-    def __init__(self, url: str, key: str | None, session: aiohttp.ClientSession) -> None:
-        self.url, self._key, self._session = url.rstrip("/"), key, session
+
+class PlainClient:
+    """Client of the server at `url`. `key`: an API key, in place of the clients' own; `fresh`: a session that keeps no
+    connections."""
+
+    def __init__(
+        self, url: str, key: str | None, session: aiohttp.ClientSession, fresh: aiohttp.ClientSession
+    ) -> None:
+        self.url, self._key, self._session, self._fresh = url.rstrip("/"), key, session, fresh
 
     async def describe(self) -> Description:
         """Asks the server what it is. Raises aiohttp.ClientError, OSError, TimeoutError, or ValueError if it does not
@@ -224,21 +243,46 @@ class PlainClient:
             await response.read()
 
     async def send(self, passed: PassedRequest) -> Response:
-        """Sends a request on, and returns its answer when the first bytes of the body are here. Raises
-        aiohttp.ClientError, OSError or TimeoutError."""
-        response = await self._session.request(
-            passed.method,
-            URL(self.url + passed.target, encoded=True),
-            data=passed.body or None,
-            headers=[*passed.headers, *self._own().items()],
-            allow_redirects=False,
-        )
+        """Sends a request on, and returns its answer when the first bytes of the body are here; once more over a fresh
+        connection where a kept one was stale. Raises aiohttp.ClientError, OSError or TimeoutError."""
+        reuse, begin_s = SimpleNamespace(is_reused=False), time.monotonic()
+        try:
+            response = await self._request(self._session, passed, reuse)
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
+            is_stale = reuse.is_reused and time.monotonic() - begin_s < STALE_S
+            if not is_stale or isinstance(error, aiohttp.ClientConnectorError):
+                raise
+            response = await self._request(self._fresh, passed, reuse)
         try:
             first = await response.content.readany()
         except BaseException:
             response.close()
             raise
         return Response(response, first)
+
+    async def _request(
+        self, session: aiohttp.ClientSession, passed: PassedRequest, reuse: SimpleNamespace
+    ) -> aiohttp.ClientResponse:
+        return await session.request(
+            passed.method,
+            URL(self.url + passed.target, encoded=True),
+            data=passed.body or None,
+            headers=[*passed.headers, *self._own().items()],
+            allow_redirects=False,
+            trace_request_ctx=reuse,
+        )
+
+    async def probe(self, model: str, prompt: str, limit_s: float) -> int:
+        """Returns the status of the answer to a prompt, when its first token is here. Raises as `send`."""
+        fields = {"model": model, "prompt": prompt, "max_tokens": 1, "stream": True}
+        async with self._session.post(
+            f"{self.url}/v1/completions",
+            data=msgspec.json.encode(fields),
+            headers={"Content-Type": "application/json", **self._own()},
+            timeout=aiohttp.ClientTimeout(total=limit_s),
+        ) as response:
+            await response.content.readany()
+            return response.status
 
     async def _get(self, path: str) -> bytes:
         timeout = aiohttp.ClientTimeout(total=ASK_S)

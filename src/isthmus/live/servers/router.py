@@ -12,7 +12,6 @@ import contextlib
 import re
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from functools import partial
 from typing import Any
 
 import aiohttp
@@ -21,13 +20,14 @@ import msgspec
 from isthmus.config import server_entry
 from isthmus.core import conductor
 from isthmus.core.attempts import RequestFailed
-from isthmus.core.errors import IsthmusError, RequestError, StartError, UnavailableError
+from isthmus.core.errors import IsthmusError, RequestError, StartError, TimedOutError, UnavailableError
 from isthmus.core.types import NS_PER_S, PassedRequest, RequestId, sharing
 from isthmus.live.cluster.recorder import Recorder
 from isthmus.live.cluster.streams import refusal
 from isthmus.live.servers.fleet import Fleet, Pool, Samples, Server
 from isthmus.live.servers.members import Members
 from isthmus.live.servers.plain import Response, said
+from isthmus.live.servers.probing import Probing
 from isthmus.live.servers.state_file import StateFile
 
 UNSAID_TOKENS = 256
@@ -82,7 +82,8 @@ class Router:
     `rules`: of the conductor; `entries`: URLs, and names of several servers (`members.py`); `rejoin_s`: how long
     requests wait for a server that comes back; `key`: an API key that the servers ask for; `new_recorder`: makes the
     recorder of the pool of a number, None where nothing is recorded; `alias_of`: the name of a tenant for the
-    conductor; `samples`, `state`: as of the `Fleet`.
+    conductor; `timeout_s`: the longest time to the first bytes of an answer, and between its bytes, None without one;
+    `samples`, `state`: as of the `Fleet`.
     """
 
     def __init__(
@@ -94,13 +95,14 @@ class Router:
         key: str | None = None,
         new_recorder: Callable[[int], Recorder] | None = None,
         alias_of: Callable[[str], str] = str,
+        timeout_s: float | None = None,
         samples: Samples | None = None,
         state: StateFile | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        self._alias_of, self._clock_ns = alias_of, clock_ns
+        self._alias_of, self._timeout_s, self._clock_ns = alias_of, timeout_s, clock_ns
         self._fleet = Fleet(
-            rules, rejoin_s=rejoin_s, key=key, new_recorder=new_recorder, decide=self._decide,
+            rules, rejoin_s=rejoin_s, key=key, new_recorder=new_recorder, decide=self._decide, timeout_s=timeout_s,
             samples=samples, state=state,
         )  # fmt: skip
         self._members = Members(entries, self._fleet.want)
@@ -116,9 +118,15 @@ class Router:
                 reasons = [f"{entry}: {reason}" for entry, reason in self._members.reasons.items()]
                 reasons += [server.reason for server in servers.values()]
                 raise StartError("no server answers: " + "; ".join(reasons))
+            probing = Probing(
+                lambda: self._fleet.pools, lambda node: servers[node.node], self._decide, self._clock_ns
+            )
+            watching = asyncio.get_running_loop().create_task(probing.watch())
             try:
                 yield
             finally:
+                watching.cancel()
+                await asyncio.gather(watching, return_exceptions=True)
                 for each in list(self._open.values()):
                     each.end_attempt()
 
@@ -165,12 +173,23 @@ class Router:
         return failed + [self._fleet.line(url) for url in concerned]
 
     async def forward(self, passed: PassedRequest) -> PassedBack:
-        """Passes a request on, to as many servers one after another as the conductor's rules allow."""
+        """Passes a request on, to as many servers one after another as the conductor's rules allow. Raises
+        TimedOutError, and what the conductor decides."""
+        try:
+            async with asyncio.timeout(self._timeout_s) as limit:
+                return await self._forward(passed)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise TimedOutError(f"no answer began within {self._timeout_s:g} s (--timeout-s)") from None
+
+    async def _forward(self, passed: PassedRequest) -> PassedBack:
         pool = self._fleet.pool_of(passed.model)
         passed = msgspec.structs.replace(passed, tenant=self._alias_of(passed.tenant))
         request = _Open(passed, pool)
         tenant = sharing(passed.tenant, passed.weight)
         self._open[passed.request] = request
+        self._take_answer(request)
         self._decide(
             pool,
             conductor.RequestArrived(
@@ -302,15 +321,30 @@ class Router:
         and would count as a prompt that takes as long."""
         node = request.pool.desk.conductor.view.nodes.get(server.node)
         delay_ns = 0 if node is None else node.free_ns - self._clock_ns()
-        begun = partial(self._begun, request, server, route, is_computed=False)
-        return asyncio.get_running_loop().call_later(max(0, delay_ns) / NS_PER_S, begun)
+        begun = conductor.FirstToken(request.passed.request, route.attempt, presumed=True)
+        return asyncio.get_running_loop().call_later(
+            max(0, delay_ns) / NS_PER_S, self._decide, request.pool, begun
+        )
 
     def _begun(self, request: _Open, server: Server, route: conductor.Route, *, is_computed: bool) -> None:
         """Takes the first bytes of an answer: its prompt is computed, and cached, unless they are an error's."""
-        self._decide(request.pool, conductor.FirstToken(request.passed.request, route.attempt))
+        first = conductor.FirstToken(request.passed.request, route.attempt, teaches=is_computed)
+        self._decide(request.pool, first)
         if is_computed and request.error is None and server.pool is request.pool and server.cache is not None:
             tenant = sharing(request.passed.tenant, request.passed.weight)
             server.cache.computed(request.named, tenant)
+
+    def _take_answer(self, request: _Open) -> None:
+        """Believes a prompt that goes on from an answer to be cached as far as that goes, where it was generated."""
+        named = request.named
+        stop, behind = request.pool.answers.behind(named.names)
+        tenant = sharing(request.passed.tenant, request.passed.weight)
+        for node, num_blocks in behind.items():
+            server = self._fleet.servers.get(node)
+            cache = None if server is None or server.pool is not request.pool else server.cache
+            if cache is not None and cache.match(named) == stop:
+                longer = msgspec.structs.replace(named, names=named.names[: stop + num_blocks])
+                cache.computed(longer, tenant)
 
     def ended(self, request: _Open, server: Server, tail: bytes, num_events: int) -> tuple[int, int]:
         """Takes the end of an answer, whose last bytes are `tail`. Returns the tokens of prompt and answer, as it says
@@ -330,6 +364,9 @@ class Router:
             if server.cache is not None:
                 server.cache.corrected(request.named, believed, usage["cached_tokens"] / num_prompt)
         server.running.discard(request.passed.request)
+        block_tokens = request.pool.naming.block_tokens
+        behind = (request.named.num_tokens % block_tokens + num_generated) // block_tokens
+        request.pool.answers.ended(server.node, request.named.names, behind)
         self._decide(request.pool, conductor.RequestEnded(request.passed.request, max(1, num_generated)))
         return num_prompt or request.named.num_tokens, num_generated
 
@@ -375,7 +412,7 @@ class PassedBack:
             error = broke
             if not self._response.takes_events:
                 raise UnavailableError(f"{server.node} broke off amid its answer") from None
-            yield CUT_EVENT
+            yield TIMEOUT_EVENT if isinstance(broke, TimeoutError) else CUT_EVENT
         finally:
             self._is_over = True
             self._response.abort()
@@ -390,4 +427,8 @@ class PassedBack:
 CUT_EVENT = (
     b'\n\ndata: {"error": {"message": "the server broke off amid its answer; send the request again", '
     b'"type": "server_error", "param": null, "code": "unavailable"}}\n\n'
+)
+TIMEOUT_EVENT = (
+    b'\n\ndata: {"error": {"message": "the server sent nothing for longer than --timeout-s allows", '
+    b'"type": "server_error", "param": null, "code": "timeout"}}\n\n'
 )

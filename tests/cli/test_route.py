@@ -91,7 +91,14 @@ def test_openai_s_client_before_two_servers(
         "--config",
         str(ROOT / "examples/mooncake-fast25.yaml"),
     )
-    assert code == 0 and "3" in out
+    assert code == 0 and "| requests                | 3 " in out
+    code, out, err = isthmus("simulate", "--trace", str(tmp_path / "flight.jsonl"))
+    assert (
+        code
+        and out == ""
+        and "streamed answers ended in this recording; 20 or more" in err
+        and err.count("\n") == 1
+    )
 
 
 def ask_until(url: str, number: int, over: threading.Event, ended: list[str]) -> None:

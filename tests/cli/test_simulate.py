@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from isthmus.core.conductor import Rules
+from tests.bench.recordings import record
 from tests.cli.conftest import Command
 from tests.lab.sim.report.pages import Page
 
@@ -37,6 +39,53 @@ engine: {hardware: h20, gpus: 8, kv_memory: 100GB, token_budget: 65536, prompt_b
 offload: {threshold: 4000, control: none}
 """
 LONG_AND_SHORT = "even:rate=2,num=60,input=uniform(low=1000,high=9000),output=20"
+
+
+def test_a_recording_of_the_router_is_simulated_with_the_speed_that_it_teaches(
+    isthmus: Command, tmp_path: Path
+) -> None:
+    one, other, servers = tmp_path / "one.jsonl", tmp_path / "other.jsonl", tmp_path / "servers.yaml"
+    for file, rate, seed in ((one, 2.0, 5), (other, 3.0, 6)):
+        record(file, rate, 120, seed)
+    status, out, err = isthmus("simulate", "--trace", one)
+    assert status == 0 and "one: isthmus, admission none" in out
+    assert err == (
+        f"isthmus: learnt from 120 answers in one; `isthmus profile --recording {one}` writes it down\n"
+    )
+    assert all(abs(error) < 15 for error in differences(out)), out
+    status, out, err = isthmus("profile", "--recording", one, "--out", servers)
+    assert status == 0 and out == "" and "TTFT mean" in err
+    status, out, err = isthmus("simulate", "--config", servers, "--trace", other, "--policy", "least_loaded")
+    assert status == 0 and err == "" and "other: least_loaded" in out and len(differences(out)) == 4
+    status, out, _ = isthmus("plan", "--config", servers, "--trace", one)
+    assert status == 0 and "requests/s" in out
+
+
+def differences(out: str) -> list[float]:
+    """Percents by which simulated times differ from recorded ones."""
+    _, _, table = out.partition("As recorded, of 120 streamed answers, and simulated")
+    return [float(line.split("|")[-2]) for line in table.splitlines() if line.startswith(("| TTFT", "| TBT"))]
+
+
+def test_without_a_deployment_the_trace_is_a_recording(isthmus: Command, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(LINE % 0)
+    status, out, err = isthmus("simulate", "--trace", trace)
+    assert status and out == "" and err.count("\n") == 1
+    assert err.endswith("; without --config, --trace is a recording of `isthmus route`\n")
+    status, out, err = isthmus("simulate", "--workload", WORKLOAD)
+    assert status and out == "" and "--config FILE: give the deployment" in err
+
+
+def test_a_policy_of_a_recording_is_not_run_unless_it_is_named(isthmus: Command, tmp_path: Path) -> None:
+    file = record(tmp_path / "one.jsonl", 2.0, 30, 5, rules=Rules(policy="bad.py:steal"))
+    status, out, err = isthmus("simulate", "--trace", file)
+    assert status and out == "" and err.count("\n") == 1
+    assert "policy 'bad.py:steal' is one of your own; if it may be run, give --policy bad.py:steal" in err
+    status, out, _ = isthmus("profile", "--recording", file)
+    assert status == 0 and "policy" not in out
+    status, out, _ = isthmus("simulate", "--trace", file, "--policy", "isthmus")
+    assert status == 0 and "one: isthmus" in out
 
 
 @pytest.fixture

@@ -652,7 +652,10 @@ def test_what_once_differed_is_the_same(
     assert happened(same_logs({**PLACES[shape], **knobs}, requests, faults).log)
 
 
-OTHERS = {Path("examples/plan/attention.yaml"), *Path("examples/kubernetes").glob("*.yaml")}
+OTHERS = {
+    Path("examples/plan/attention.yaml"),
+    *[path for name in ("kubernetes", "route") for path in Path("examples", name).glob("*.yaml")],
+}
 EXAMPLES = sorted(set(Path("examples").rglob("*.yaml")) - OTHERS)
 """All but that with attention nodes, whose emulated engines would read all their KV again for each token: minutes."""
 

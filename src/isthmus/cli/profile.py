@@ -34,13 +34,20 @@ def profile(
     served_model_name: Annotated[
         str | None, typer.Option(help="With --vllm: what the server calls its model; default: its first.")
     ] = None,
+    recording: Annotated[
+        Path | None,
+        typer.Option(help="Learn from this recording of isthmus route instead, and write a deployment file."),
+    ] = None,
 ) -> None:
     """Measure prefill, decode and mixed iterations of the engine here, and fit a cost curve to them."""
     from isthmus.cli.models import find_model
-    from isthmus.cli.outputs import check_writable, write_bytes
+    from isthmus.cli.outputs import check_writable
     from isthmus.config import load_config
 
     check_writable("--out", out)
+    if recording is not None:
+        _write(out, _learnt(recording), "use it as --config of simulate and plan")
+        return
     beside = [name for name, value in (("--device", device), ("--threads", threads)) if value is not None]
     if vllm is not None and beside:
         raise ConfigError(f"{', '.join(beside)}: of the engine here; a vLLM server has its own, leave it out")
@@ -60,12 +67,32 @@ def profile(
         )
         found = profile_engine(folder, options, rounds=rounds, budget_s=budget_s, report=_say)
     _say(errors_of(found))
-    text = as_yaml(found)
+    _write(out, as_yaml(found), "use it as engine.cost")
+
+
+def _write(out: Path | None, text: str, use: str) -> None:
+    from isthmus.cli.outputs import write_bytes
+
     if out is None:
         print(text, end="")
     else:
         write_bytes(out, text.encode())
-        _say(f"wrote {out}: use it as engine.cost")
+        _say(f"wrote {out}: {use}")
+
+
+def _learnt(recording: Path) -> str:
+    """A deployment file of the servers of a recording."""
+    import yaml
+
+    from isthmus.bench.learning import deployment, learn, recorded
+
+    found = recorded(recording)
+    learnt = learn(found)
+    _say(
+        f"{learnt.curve.origin}; simulated servers with the same requests: "
+        + ", ".join([f"{name} {100 * error:+.1f} %" for name, error in learnt.errors.items()])
+    )
+    return str(yaml.safe_dump(deployment(found, learnt.curve), sort_keys=False))
 
 
 def _of_server(

@@ -23,7 +23,12 @@ if TYPE_CHECKING:
 
 @no_cycles()
 def simulate(
-    config: Annotated[Path, typer.Option(help="Deployment file (YAML).")],
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="Deployment file (YAML); default: learnt from --trace, a recording of isthmus route."
+        ),
+    ] = None,
     trace: Annotated[Path | None, typer.Option(help="Mooncake or Azure trace, or a flight recording.")] = None,
     workload: Annotated[
         str | None,
@@ -61,21 +66,20 @@ def simulate(
 ) -> None:
     """Replay a workload in virtual time: goodput, TTFT, TBT, hit rate, bytes moved, refusals, waste."""
     from isthmus.cli.outputs import check_writable, show, write_bytes
-    from isthmus.config import load_config
     from isthmus.lab.sim.deployment import deployment_of
-    from isthmus.lab.sim.sheets import summary_sheets
+    from isthmus.lab.sim.sheets import measured_sheet, summary_sheets
     from isthmus.lab.sim.summary import summarize
     from isthmus.lab.sim.workloads import Replay, load
 
     for option, file in (("--json", json_file), ("--report", report), ("--log", log)):
         check_writable(option, file)
     flags = {"policy": policy, "scheduling.admission": admission, "scheduling.order": order}
-    settings = load_config(config, flags)
+    settings = _settings(config, trace, flags)
     faults = [texts or [] for texts in (link_fault, node_fault, session_fault, disk_fault, drain)]
     requests = load(_source(trace, workload), Replay(speed, spread_seed, limit))
     for note in requests.notes:
         print(f"isthmus: {note}", file=sys.stderr)
-    deployment = deployment_of(settings, requests.block_size, config.parent)
+    deployment = deployment_of(settings, requests.block_size, Path() if config is None else config.parent)
     deployment = _with_faults(deployment, faults)
     result = _run(deployment, requests, log)
     result.notes += requests.notes
@@ -83,12 +87,43 @@ def simulate(
     result.notes += [f"fault {text}" for texts in faults for text in texts]
     summary = summarize(result)
     show(*summary_sheets(summary))
+    if requests.measured is not None:
+        show(measured_sheet(summary, requests.measured))
     if json_file is not None:
         from isthmus.lab.sim.report.curves import curves_of, to_json
 
         write_bytes(json_file, to_json(summary, curves_of(result)))
     if report is not None:
         _write_report(result, summary, settings, report)
+
+
+def _settings(config: Path | None, trace: Path | None, flags: dict[str, Any]) -> Config:
+    """The file's values, or what a recording teaches of its servers, with the flags on top."""
+    from isthmus.config import load_config
+    from isthmus.core.errors import ConfigError
+
+    if config is not None:
+        return load_config(config, flags)
+    if trace is None:
+        raise ConfigError("--config FILE: give the deployment, or in --trace a recording of `isthmus route`")
+    from isthmus.bench.learning import deployment, learn, recorded
+    from isthmus.facts import own_names
+
+    try:
+        found = recorded(trace)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; without --config, --trace is a recording of `isthmus route`") from None
+    for option, name, _ in own_names(found.rules):
+        if not flags["policy"]:
+            raise ConfigError(
+                f"{trace}: {option} {name!r} is one of your own; if it may be run, give --policy {name}"
+            )
+    learnt = learn(found)
+    print(
+        f"isthmus: {learnt.curve.origin}; `isthmus profile --recording {trace}` writes it down", file=sys.stderr
+    )
+    given = {name: value for name, value in flags.items() if value is not None}
+    return load_config(None, {**deployment(found, learnt.curve), **given})
 
 
 def _with_faults(deployment: Deployment, texts: list[list[str]]) -> Deployment:

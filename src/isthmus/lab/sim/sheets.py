@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from isthmus.lab.sim.spread import Percentiles
+from isthmus.lab.sim.spread import Percentiles, spread
 from isthmus.lab.sim.summary import Loss, RequestGroup, ReuseUse, Summary, ThresholdUse
+from isthmus.lab.sim.workloads import Measured
 from isthmus.sheet import Cell, Sheet, numbers, texts
 
 _MOST_GROUPS = 20
@@ -83,6 +84,26 @@ def _times(summary: Summary) -> Sheet:
         rows.append(("prefill (s)", parts.prefill, *[None] * 3))
     rows.append(_spread("first token to decode (ms)", summary.transfer_s, 1000))
     return Sheet("Times", (*texts(""), *numbers("mean", "P50", "P90", "P99", form=",.3f")), rows)
+
+
+def measured_sheet(summary: Summary, measured: Measured) -> Sheet:
+    """Times as they were recorded beside the simulated ones."""
+    rows: list[tuple[Cell, ...]] = []
+    for name, recorded, simulated in (
+        ("TTFT", spread(measured.ttft_ns), summary.ttft_s),
+        ("TBT", spread(measured.tbt_ns), summary.tbt_s),
+    ):
+        for figure in ("mean", "p90"):
+            if recorded is not None and simulated is not None:
+                was, found = getattr(recorded, figure), getattr(simulated, figure)
+                label = f"{name} {figure.replace('p', 'P')}"
+                rows.append((label, 1000 * was, 1000 * found, 100 * (found / was - 1)))
+    columns = (
+        *texts(""),
+        *numbers("recorded", "simulated", unit="ms", form=",.1f"),
+        *numbers("difference", unit="%", form="+.1f"),
+    )
+    return Sheet(f"As recorded, of {len(measured.ttft_ns):,} streamed answers, and simulated", columns, rows)
 
 
 def _spread(name: str, spread: Percentiles | None, per_second: int = 1) -> tuple[Cell, ...]:

@@ -25,6 +25,7 @@ from isthmus.core.types import NS_PER_S, PassedRequest, RequestId, sharing
 from isthmus.live.cluster.recorder import Recorder
 from isthmus.live.cluster.streams import refusal
 from isthmus.live.servers.fleet import Fleet, Pool, Samples, Server
+from isthmus.live.servers.gaps import Gaps
 from isthmus.live.servers.members import Members
 from isthmus.live.servers.plain import Response, said
 from isthmus.live.servers.probing import Probing
@@ -346,7 +347,9 @@ class Router:
                 longer = msgspec.structs.replace(named, names=named.names[: stop + num_blocks])
                 cache.computed(longer, tenant)
 
-    def ended(self, request: _Open, server: Server, tail: bytes, num_events: int) -> tuple[int, int]:
+    def ended(
+        self, request: _Open, server: Server, tail: bytes, num_events: int, gaps: Gaps
+    ) -> tuple[int, int]:
         """Takes the end of an answer, whose last bytes are `tail`. Returns the tokens of prompt and answer, as it says
         them, else by their bytes and events."""
         usage = {name.decode(): int(value) for name, value in _USAGE.findall(tail)}
@@ -367,7 +370,10 @@ class Router:
         block_tokens = request.pool.naming.block_tokens
         behind = (request.named.num_tokens % block_tokens + num_generated) // block_tokens
         request.pool.answers.ended(server.node, request.named.names, behind)
-        self._decide(request.pool, conductor.RequestEnded(request.passed.request, max(1, num_generated)))
+        tbt_ns = gaps.tbt_ns(num_generated) if request.passed.is_streamed else 0
+        self._decide(
+            request.pool, conductor.RequestEnded(request.passed.request, max(1, num_generated), tbt_ns)
+        )
         return num_prompt or request.named.num_tokens, num_generated
 
     def broken(self, request: _Open, server: Server, error: BaseException | None) -> None:
@@ -399,11 +405,12 @@ class PassedBack:
         """Yields the body as it comes. One that breaks off ends with an error event where it is a stream of events,
         else as an answer cut short."""
         router, request, server = self._router, self._request, self._server
-        tail, num_events, whole = b"", 0, False
+        tail, num_events, whole, gaps = b"", 0, False, Gaps()
         error: BaseException | None = None
         try:
             async for chunk in self._response.body():
                 server.hear()
+                gaps.take(server.heard_s)
                 tail = (tail + chunk)[-TAIL_BYTES:]
                 num_events += chunk.count(b"\ndata:")
                 yield chunk
@@ -417,7 +424,7 @@ class PassedBack:
             self._is_over = True
             self._response.abort()
             if whole:
-                ended = router.ended(request, server, tail, num_events)
+                ended = router.ended(request, server, tail, num_events, gaps)
                 self.num_tokens = ended if self.status == 200 else (0, 0)
             else:
                 self.num_tokens = self.num_tokens[0], num_events

@@ -20,7 +20,7 @@ from isthmus.core.conductor import (
 from isthmus.core.conductor.events import RECORDING_FORMAT
 from isthmus.core.errors import ConfigError
 from isthmus.core.types import NodeId, RequestId, Reuse, Role
-from isthmus.lab.sim.workloads import Replay, Request, load
+from isthmus.lab.sim.workloads import Measured, Replay, Request, load
 from isthmus.live.cluster.recorder import Recorder, RecordingHeader
 from tests.lab.sim.workloads.trace import write
 
@@ -42,6 +42,23 @@ def record(path: Path, events: list[tuple[int, Event]]) -> Path:
         recorder.record(at_ns, event, ())
     recorder.close()
     return path
+
+
+def test_times_of_streamed_answers_are_kept(tmp_path: Path) -> None:
+    path = record(
+        tmp_path / "live.jsonl",
+        [
+            (5_000, NODE),
+            (7_000, arrived("r1", 33, (A, B))),
+            (7_500, arrived("r2", 32, (A, C))),
+            (8_000, FirstToken(RequestId("r1"), 1)),
+            (8_100, FirstToken(RequestId("r2"), 1)),
+            (9_700, RequestEnded(RequestId("r2"), 30)),
+            (9_900, RequestEnded(RequestId("r1"), 10, 250)),
+        ],
+    )
+    assert load(path).measured == Measured((1_000,), (250,)), "of r2 nobody measured"
+    assert load(path, Replay(limit=1)).measured == Measured((1_000,), (250,))
 
 
 def test_a_recording_gives_the_requests_that_came(tmp_path: Path) -> None:

@@ -2,6 +2,6 @@
 
 from isthmus.lab.sim.workloads.generators import generate
 from isthmus.lab.sim.workloads.load import load, replayed
-from isthmus.lab.sim.workloads.workload import Replay, Request, Workload
+from isthmus.lab.sim.workloads.workload import Measured, Replay, Request, Workload
 
-__all__ = ["Replay", "Request", "Workload", "generate", "load", "replayed"]
+__all__ = ["Measured", "Replay", "Request", "Workload", "generate", "load", "replayed"]

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import msgspec
 
-from isthmus.core.conductor import Event, NodeJoined, RequestArrived, RequestEnded
+from isthmus.core.conductor import Event, FirstToken, NodeJoined, RequestArrived, RequestEnded
 from isthmus.core.conductor.events import RECORDING_FORMAT
 from isthmus.core.errors import ConfigError
 from isthmus.core.types import BlockName, RequestId
 from isthmus.lab.sim.workloads.lines import trace_name, wrong_line
-from isthmus.lab.sim.workloads.workload import PLAIN_BLOCK_SIZE, Replay, Request, Workload
+from isthmus.lab.sim.workloads.workload import PLAIN_BLOCK_SIZE, Measured, Replay, Request, Workload
 
 
 class _Header(msgspec.Struct, frozen=True):
@@ -58,6 +58,8 @@ class _Recording:
         self._block_size: int | None = None
         self._arrived: dict[RequestId, tuple[int, RequestArrived]] = {}
         self._generated: dict[RequestId, int] = {}
+        self._first_ns: dict[RequestId, int] = {}
+        self._tbt_ns: dict[RequestId, int] = {}
 
     def take(self, text: bytes) -> None:
         line = self._decode(text)
@@ -66,6 +68,8 @@ class _Recording:
                 self._take_joined(event)
             case RequestArrived() as event:
                 self._take_arrived(line.at_ns, event)
+            case FirstToken() as event:
+                self._first_ns[event.request] = line.at_ns
             case RequestEnded() as event:
                 self._take_ended(event)
 
@@ -102,6 +106,8 @@ class _Recording:
                 "RequestEnded without num_generated: no output lengths in this recording; make a new one"
             )
         self._generated[event.request] = event.num_generated
+        if event.tbt_ns:
+            self._tbt_ns[event.request] = event.tbt_ns
 
     def workload(self, path: Path, replay: Replay) -> Workload:
         if not self._generated:
@@ -131,4 +137,13 @@ class _Recording:
                     content=event.content,
                 )
             )
-        return Workload(trace_name(path), size, requests)
+        return Workload(trace_name(path), size, requests, measured=self._measured(taken))
+
+    def _measured(self, taken: list[tuple[int, RequestArrived]]) -> Measured | None:
+        known = [(at_ns, event.request) for at_ns, event in taken if event.request in self._tbt_ns]
+        if not known:
+            return None
+        return Measured(
+            tuple([self._first_ns[request] - at_ns for at_ns, request in known]),
+            tuple([self._tbt_ns[request] for _, request in known]),
+        )

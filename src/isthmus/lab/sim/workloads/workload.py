@@ -39,15 +39,24 @@ class Request(msgspec.Struct, frozen=True, gc=False):
     content: PromptContent | None = None
 
 
+class Measured(msgspec.Struct, frozen=True):
+    """Times that a recording has of requests whose answers were streamed, in ns."""
+
+    ttft_ns: tuple[int, ...]
+    tbt_ns: tuple[int, ...]
+
+
 class Workload(msgspec.Struct, frozen=True):
     """Requests in order of arrival, counted from 0 ns. `block_size`: tokens per block id. `notes`: what was ignored of
-    their source, or made up, in words. `exact`: times are, and not of steps in which several requests come."""
+    their source, or made up, in words. `exact`: times are, and not of steps in which several requests come. `measured`:
+    None where the source has no times of answers."""
 
     name: str
     block_size: int
     requests: list[Request]
     notes: tuple[str, ...] = ()
     exact: bool = True
+    measured: Measured | None = None
 
 
 class Replay(msgspec.Struct, frozen=True):

@@ -39,8 +39,9 @@ def _servers(status: RouterStatus, url: str) -> Sheet:
     columns: list[tuple[Column, Source]] = [
         (Column("server", left=True), "server"),
         (Column("state", left=True), _server_state),
-        (Column("kind", left=True), lambda server: server.kind or None),
+        (Column("kind, told", left=True), lambda server: f"{server.kind} {server.version}".strip() or None),
         (Column("models", left=True), lambda server: ", ".join(server.models) or None),
+        (Column("longest, told"), lambda server: server.longest or None),
         (Column("KV tokens, told"), lambda server: server.kv_tokens or None),
         (Column("running"), "requests_running"),
         (Column("requests"), "requests_total"),
@@ -48,11 +49,14 @@ def _servers(status: RouterStatus, url: str) -> Sheet:
         (
             Column("cached %, told", form=".1f"),
             lambda server: _percent(
-                server.cached_tokens_total / server.prompt_tokens_total if server.prompt_tokens_total else None
+                server.cached_tokens_total / server.cache_told_tokens_total
+                if server.cache_told_tokens_total
+                else None
             ),
         ),
         (Column("cache blocks, believed"), "cache_blocks"),
         (Column("of"), "cache_capacity_blocks"),
+        (Column("which is", left=True), lambda server: server.cache_from or None),
     ]
     num_up = sum([server.up and not server.draining for server in status.servers])
     return Sheet.of(f"Router at {url}: {num_up} of {len(status.servers)} servers", columns, status.servers)

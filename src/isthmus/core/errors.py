@@ -5,6 +5,7 @@
     ├── ModelError           a model folder cannot be loaded              exit 3
     ├── StartError           a process cannot start (port, memory, child) exit 4
     ├── RequestError         one request is wrong                         HTTP 400
+    │   └── UnknownModelError  it asks for a model that is not there      HTTP 404
     ├── OverloadedError      refused for now; says when to try again      HTTP 429
     ├── UnavailableError     no node can serve this now                   HTTP 503
     ├── TimedOutError        no server answered in the time allowed       HTTP 504
@@ -44,6 +45,16 @@ class RequestError(IsthmusError):
         super().__init__(message)
         self.param = param
         self.code = code
+
+
+class UnknownModelError(RequestError):
+    """No model of that name; `known`: names that there are, in words."""
+
+    http_status = 404
+
+    def __init__(self, name: str, known: str) -> None:
+        message = f"the model {name!r} does not exist; there are {known}"
+        super().__init__(message, param="model", code="model_not_found")
 
 
 class OverloadedError(IsthmusError):

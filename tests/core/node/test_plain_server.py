@@ -42,6 +42,19 @@ def test_answers_correct_the_capacity() -> None:
     assert server.capacity_blocks == 1024, "no more than the server says that it has"
 
 
+def test_where_the_capacity_is_known_from() -> None:
+    server, unsaid = PlainServer(NODE, 1024), PlainServer(NODE, 0)
+    assert (server.capacity_from, unsaid.capacity_from) == ("told", "guessed")
+    server.told(0.9, 0.0, doubt=0.95)
+    assert server.capacity_from == "told", "so much of a prompt no server caches"
+    server.told(0.9, 0.0)
+    assert server.capacity_from == "learnt"
+    unsaid.restore(unsaid.capacity_blocks, [])
+    assert unsaid.capacity_from == "guessed"
+    unsaid.restore(server.capacity_blocks, [])
+    assert unsaid.capacity_from == "learnt", "by an earlier run"
+
+
 @given(st.lists(st.tuples(st.integers(0, 7), st.integers(1, 20)), max_size=60))
 def test_a_belief_is_made_anew_from_its_chains(prompts: list[tuple[int, int]]) -> None:
     """The next prompts find both alike: what is kept is the same, and what goes first nearly so."""

@@ -25,7 +25,14 @@ PARTS = [b"data: one\n\n", b"data: two\n\n", b"\x00\xff raw"]
 class Answer:
     status, headers = (
         203,
-        [(b"content-type", b"text/event-stream"), (b"x-vendor", b"kept"), (b"x-odd", b"a\x07")],
+        [
+            (b"content-type", b"text/event-stream"),
+            (b"x-vendor", b"kept"),
+            (b"x-odd", b"a\x07"),
+            (b"Access-Control-Allow-Origin", b"*"),
+            (b"Access-Control-Allow-Credentials", b"true"),
+            (b"vary", b"Origin"),
+        ],
     )
 
     num_tokens = (30, 12)
@@ -48,7 +55,7 @@ class Backend:
         self.changes: list[tuple[Sequence[str], Sequence[str]]] = []
 
     def models(self) -> list[dict[str, Any]]:
-        return [{"id": "m"}]
+        return [{"id": "m"}, {"id": "org/m", "own": 1}]
 
     async def forward(self, passed: PassedRequest) -> Answer:
         self.passed.append(passed)
@@ -111,7 +118,14 @@ def test_a_request_passes_with_what_placement_needs() -> None:
         (get("/v1/..%2fsleep"), 404),
         (get("/v1/%2e%2e/sleep"), 404),
         (get("/v1/a%20HTTP/1.1%0dX-Evil:1"), 404),
-        (get("/v1/models/org%2Fm"), 203),
+        (get("/v1/models/org%2Fm"), 200),
+        (get("/v1/models/org/m"), 200),
+        (get("/v1/models/nobody"), 404),
+        (post("/v1/models/m", b"{}"), 203),
+        (post("/completion", b'{"prompt": "of llama.cpp"}'), 203),
+        (post("/inference/v1/generate", b'{"token_ids": [1]}'), 203),
+        (post("/props", b"{}"), 404),
+        (get("/version"), 203),
         (post("/v1/completions", b'{"model": "m", "stream": null, "max_tokens": 1e2}'), 203),
         (post("/v1/chat/completions", b'{"model": "full"}'), 429),
         (post("/v1/chat/completions", b'{"a":' + b"[" * 100_000 + b"}"), 400),
@@ -123,6 +137,48 @@ def test_a_request_passes_with_what_placement_needs() -> None:
 def test_which_paths_pass(asked: bytes, status: int) -> None:
     with fronted(create_passing_app(Backend(), GatewaySettings())) as front:
         assert front.ask(asked).status == status
+
+
+def test_one_model_of_the_list() -> None:
+    """vLLM has no such page, and clients ask for it."""
+    with fronted(create_passing_app(Backend(), GatewaySettings())) as front:
+        assert json.loads(front.ask(get("/v1/models/org/m")).body) == {"id": "org/m", "own": 1}
+        error = json.loads(front.ask(get("/v1/models/nobody")).body)["error"]
+        assert (error["code"], error["param"]) == ("model_not_found", "model")
+
+
+def test_which_pages_may_read_an_answer_is_said_once() -> None:
+    """Many servers allow all origins; browsers refuse an answer that says it twice, and the front knows better."""
+    own = "http://localhost:3000"
+    with fronted(create_passing_app(Backend(), GatewaySettings())) as front:
+        headers = front.ask(post("/v1/completions", b"{}", f"Origin: {own}")).headers
+        assert headers["access-control-allow-origin"] == own and headers["vary"] == "Origin"
+        assert "access-control-allow-credentials" not in headers
+        bare = front.ask(post("/v1/completions", b"{}")).headers
+        assert "access-control-allow-origin" not in bare and bare["vary"] == "Origin"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "prefix", "limit", "streams"),
+    [
+        ("/api/chat", {"messages": [1], "options": {"num_predict": 5}}, b"[1", 5, True),  # Ollama
+        ("/api/generate", {"system": "s", "prompt": "p", "stream": False}, b'"s""p', 0, False),
+        ("/generate", {"text": "t", "sampling_params": {"max_new_tokens": 3}}, b'"t', 3, False),  # SGLang
+        ("/generate", {"input_ids": [1, 2], "stream": True}, b"[1,2", 0, True),
+        ("/completion", {"prompt": "p", "n_predict": 4}, b'"p', 4, False),  # llama.cpp
+        ("/v1/messages", {"system": "s", "messages": [1], "max_tokens": 9}, b'"s"[1', 9, False),  # Anthropic's
+        ("/v1/responses", {"input": "i", "text": {"format": {}}, "max_output_tokens": 2}, b'"i', 2, False),
+        ("/v1/embeddings", {"input": "i", "options": [], "sampling_params": 1}, b'"i', 0, False),
+    ],
+)
+def test_what_is_read_of_bodies_of_other_servers(
+    path: str, body: dict[str, Any], prefix: bytes, limit: int, streams: bool
+) -> None:
+    backend = Backend()
+    with fronted(create_passing_app(backend, GatewaySettings())) as front:
+        front.ask(post(path, json.dumps(body, separators=(",", ":")).encode()))
+    (passed,) = backend.passed
+    assert (passed.prefix, passed.max_tokens, passed.is_streamed) == (prefix, limit, streams)
 
 
 def test_keys_are_asked_for_and_not_passed_on() -> None:

@@ -17,7 +17,8 @@ class FakeServer:
 
     `fault`: "" or `error` (HTTP 500), `hang` (no answer to anything), `mute` (none to requests for answers), `cut` (the
     connection breaks off after the second word); `gate`: unset, answers wait for it after their first word, and errors
-    before it. `num_stale`: so many of the next requests over connections that were used before find them closed.
+    before it; `pages`: what other paths, or these, are answered with: status line, headers, and chunks of the body;
+    `num_stale`: so many of the next requests over connections that were used before find them closed.
     """
 
     def __init__(self, *models: str, metrics: str = METRICS) -> None:
@@ -28,6 +29,7 @@ class FakeServer:
         """Answer of `/kv_event_sources`."""
         self.tokens: dict[str, tuple[int, ...]] = {}
         """Of `/tokenize`: tokens of any `prompt`, and of any `messages`."""
+        self.pages: dict[str, tuple[str, str, list[bytes]]] = {}
         self.asked: list[tuple[str, str, dict[str, str], bytes]] = []
         self.gate = asyncio.Event()
         self.gate.set()
@@ -95,6 +97,14 @@ class FakeServer:
     ) -> None:
         if self.fault == "hang":
             await asyncio.Event().wait()
+        if target in self.pages:
+            if method == "POST":
+                self.asked.append((method, target, headers, body))
+            status, more, chunks = self.pages[target]
+            writer.write(f"HTTP/1.1 {status}\r\n{more}Transfer-Encoding: chunked\r\n\r\n".encode())
+            for chunk in chunks:
+                _chunk(writer, chunk)
+            return writer.write(b"0\r\n\r\n")
         match target:
             case "/v1/models":
                 listed = [{"id": name, "own": 1, **self.entries.get(name, {})} for name in self.models]

@@ -17,9 +17,9 @@ from isthmus.core.errors import ConfigError
 from isthmus.core.types import PassedRequest, RequestId
 from isthmus.live.servers import fleet, kv_events
 from isthmus.live.servers.naming import Naming
-from isthmus.live.servers.plain import Description
 from isthmus.live.servers.router import Router
 from isthmus.live.servers.state_file import StateFile
+from isthmus.live.servers.told import Description
 
 from .fake_server import Publisher
 from .plain_fake import METRICS, WHOLE, FakeServer
@@ -101,6 +101,13 @@ def test_an_adapter_shares_no_blocks_and_another_name_of_the_model_all() -> None
 def test_models_without_a_root_are_models_of_their_own() -> None:
     naming = Naming(Description(({"id": "a"}, {"id": "b"}, {"id": "c", "root": ""})), knows_tokens=False)
     assert len({naming.named(prompt([1] * SIZE, model=name, prefix=b"x" * 999)).names for name in "abc"}) == 3
+
+
+def test_an_alias_in_an_entry_is_the_model_of_that_entry() -> None:
+    """llama.cpp lists other names so."""
+    naming = Naming(Description(({"id": "a"}, {"id": "b", "aliases": ["small", 1]})), knows_tokens=True)
+    names = {name: naming.named(prompt(conversation(1), model=name)).names for name in ("a", "b", "small")}
+    assert names["a"] != names["b"] == names["small"]
 
 
 def test_names_of_tokens_keep_apart_what_the_servers_keep_apart() -> None:

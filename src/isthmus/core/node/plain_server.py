@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 from isthmus.core.attempts import BlocksEvicted, BlocksStored
 from isthmus.core.scheduler import Chain, Entry, TierCache
@@ -35,6 +36,7 @@ class PlainServer:
     def __init__(self, node: NodeId, num_blocks: int) -> None:
         self.node = node
         self._most_blocks = num_blocks or GUESSED_BLOCKS * 4
+        self.capacity_from: Literal["told", "guessed", "learnt"] = "told" if num_blocks else "guessed"
         self._tiers = TierCache(num_blocks or GUESSED_BLOCKS)
 
     @property
@@ -74,17 +76,22 @@ class PlainServer:
 
     def restore(self, capacity_blocks: int, chains: Iterable[Chain]) -> Reports:
         """Takes up what an earlier belief knew: its capacity, and its chains. Returns what changed."""
-        self._tiers.dram.capacity_blocks = min(self._most_blocks, max(LEAST_BLOCKS, capacity_blocks))
+        self._correct(capacity_blocks)
         return [report for chain in chains for report in self.computed(chain)]
 
-    def told(self, believed: float, cached: float) -> None:
-        """Corrects the capacity by one answer. Shares of its prompt: `believed` to be cached when it was sent, and
-        `cached` as the server says."""
-        capacity = self._tiers.dram.capacity_blocks
-        if cached < believed - DOUBT:
-            self._tiers.dram.capacity_blocks = max(LEAST_BLOCKS, round(capacity * (1 - STEP)))
+    def told(self, believed: float, cached: float, doubt: float = 0.0) -> None:
+        """Corrects the capacity by one answer. Shares of its prompt: `believed` to be cached when it was sent, `cached`
+        as the server says, and `doubt`, which the server does not cache though it has computed it before."""
+        if cached < believed - max(DOUBT, doubt):
+            self._correct(round(self.capacity_blocks * (1 - STEP)))
         elif cached > believed + DOUBT:
-            self._tiers.dram.capacity_blocks = min(self._most_blocks, round(capacity * (1 + STEP)))
+            self._correct(round(self.capacity_blocks * (1 + STEP)))
+
+    def _correct(self, capacity_blocks: int) -> None:
+        """Takes another capacity, within its limits. One that differs was learnt, now or in an earlier run."""
+        corrected = min(self._most_blocks, max(LEAST_BLOCKS, capacity_blocks))
+        if corrected != self.capacity_blocks:
+            self._tiers.dram.capacity_blocks, self.capacity_from = corrected, "learnt"
 
     def check(self) -> None:
         """Checks the belief's order and conservation; walks over everything."""

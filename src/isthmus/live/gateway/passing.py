@@ -23,7 +23,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from isthmus.core.errors import UnavailableError
+from isthmus.core.errors import UnavailableError, UnknownModelError
 from isthmus.core.types import PassedRequest, RequestId
 from isthmus.live.gateway.app import framed, refusing
 from isthmus.live.gateway.headers import hex_id, salt_of, terms_of
@@ -37,11 +37,15 @@ from isthmus.live.gateway.tenants import TenantMeter, Traffic, account_of
 
 PATHS = ("/v1/", "/v2/")
 SINGLE_PATHS = (
-    "/tokenize", "/detokenize", "/rerank", "/score", "/classify", "/pooling", "/embeddings", "/generate", "/api/chat",
-    "/api/generate", "/api/embed", "/api/embeddings", "/api/tags", "/api/show",
+    "/tokenize", "/detokenize", "/rerank", "/reranking", "/score", "/classify", "/pooling", "/embeddings", "/embedding",
+    "/generate", "/inference/v1/generate", "/completion", "/completions", "/chat/completions", "/responses", "/infill",
+    "/apply-template", "/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/tags", "/api/show",
+    "/api/version", "/version", "/get_model_info", "/model_info",
 )  # fmt: skip
 """Paths that are passed on: of inference. Others of a server's, such as those that load adapters, put it to sleep or
 empty its cache, are for its operator."""
+STREAMED = ("/api/chat", "/api/generate")
+"""Ollama's: an answer is streamed unless the body says no."""
 OPERATORS_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 _ODD = re.compile(r"(^|/)\.{1,2}(/|$)|//|[\x00-\x20\x7f\\]")
 """Of decoded paths: segments that a server might resolve, and characters that belong in no request line."""
@@ -106,16 +110,22 @@ class _Read(msgspec.Struct):
     """The fields that are read of a body of JSON, in whatever form they come: the server judges that."""
 
     model: Any = ""
-    stream: Any = False
+    stream: Any = None
     max_tokens: Any = None
     max_completion_tokens: Any = None
     max_output_tokens: Any = None
     cache_salt: Any = ""
+    n_predict: Any = None
+    options: Any = None
+    sampling_params: Any = None
+    system: msgspec.Raw = msgspec.Raw()
     instructions: msgspec.Raw = msgspec.Raw()
     tools: msgspec.Raw = msgspec.Raw()
     messages: msgspec.Raw = msgspec.Raw()
     prompt: msgspec.Raw = msgspec.Raw()
     input: msgspec.Raw = msgspec.Raw()
+    text: msgspec.Raw = msgspec.Raw()
+    input_ids: msgspec.Raw = msgspec.Raw()
 
     @property
     def name(self) -> str:
@@ -130,13 +140,17 @@ class _Read(msgspec.Struct):
     @property
     def prefix(self) -> bytes:
         """The prompt's bytes, without the sign that ends a list or a text: a longer conversation begins alike."""
-        prompt = self.messages or self.prompt or self.input
-        return bytes(self.instructions) + bytes(self.tools) + bytes(prompt)[:-1]
+        prompts = (self.messages, self.prompt, self.input, self.input_ids)
+        # `text` is SGLang's prompt, and of `/v1/responses` the form of the answer.
+        prompt = next((each for each in map(bytes, prompts) if each), bytes(self.text))
+        return bytes(self.system) + bytes(self.instructions) + bytes(self.tools) + prompt[:-1]
 
     @property
     def limit(self) -> int:
         """The most tokens of the answer; 0 if the body has no limit."""
-        given = (self.max_completion_tokens, self.max_output_tokens, self.max_tokens)
+        given: list[Any] = [self.max_completion_tokens, self.max_output_tokens, self.max_tokens, self.n_predict]
+        for within, name in ((self.options, "num_predict"), (self.sampling_params, "max_new_tokens")):
+            given.append(within.get(name) if isinstance(within, dict) else None)
         return next((limit for limit in given if type(limit) is int and 0 < limit < 1 << 40), 0)
 
 
@@ -167,6 +181,7 @@ SERVER_METRICS = {
     "server_cache_capacity_blocks": "Blocks that it is believed to hold at most.",
     "server_expected_tokens_total": "Prompt tokens that were expected to come from the server's cache.",
     "server_prompt_tokens_total": "Prompt tokens, as the server's answers say.",
+    "server_cache_told_tokens_total": "Those of answers that say how many came from its cache.",
     "server_cached_tokens_total": "Those that came from its cache, as its answers say.",
 }
 
@@ -216,6 +231,7 @@ def create_passing_app(
     pages, passing = _Pages(backend, meter), _Passing(backend, settings, meter, prompt_tokens)
     routes = [
         Route("/v1/models", pages.models),
+        Route("/v1/models/{name:path}", pages.model, methods=["GET"]),
         Route("/health", pages.health),
         Route("/ping", pages.health),
         Route("/metrics", pages.metrics),
@@ -238,6 +254,14 @@ class _Pages:
 
     async def models(self, request: Request) -> Response:
         return _json({"object": "list", "data": self._backend.models()})
+
+    async def model(self, request: Request) -> Response:
+        """One entry of the list: not all servers answer this."""
+        name = request.path_params["name"]
+        found = {str(each.get("id")): each for each in self._backend.models()}
+        if name not in found:
+            raise UnknownModelError(name, ", ".join(sorted(found)) or "none now")
+        return _json(found[name])
 
     async def health(self, request: Request) -> Response:
         return Response() if self._backend.healthy else Response(status_code=503, headers={"retry-after": "1"})
@@ -332,7 +356,7 @@ class _Passing:
             model=read.name,
             prefix=read.prefix,
             max_tokens=read.limit,
-            is_streamed=read.stream is True,
+            is_streamed=read.stream is True or (path in STREAMED and read.stream is not False),
             tenant=terms.tenant or "",
             cache_salt=read.salt,
             salt=salt_of(terms.tenant, read.salt),
@@ -353,7 +377,11 @@ def _text(value: bytes) -> str:
 
 async def _send_back(answer: PassedAnswer, send: Send) -> None:
     """Sends an answer. Raises ClientGoneError where its client left, or its server broke off."""
-    headers = [(name, value) for name, value in answer.headers if not _UNSENDABLE.search(value)]
+    headers = [
+        (name, value)
+        for name, value in answer.headers
+        if not _UNSENDABLE.search(value) and not _is_of_origins(name.lower(), value)
+    ]
     if answer.status in (204, 304):
         headers = [(name, value) for name, value in headers if name.lower() != b"content-length"]
     await send({"type": "http.response.start", "status": answer.status, "headers": headers})
@@ -364,6 +392,11 @@ async def _send_back(answer: PassedAnswer, send: Send) -> None:
             await send({"type": "http.response.body", "body": b""})
         except (OSError, UnavailableError):  # OSError: ASGI's sign of a closed connection
             raise ClientGoneError from None
+
+
+def _is_of_origins(name: bytes, value: bytes) -> bool:
+    """Whether a header says which pages may read an answer: the front does, and browsers take no second word."""
+    return name.startswith(b"access-control-") or (name == b"vary" and value.lower() == b"origin")
 
 
 NOT_PASSED = frozenset(

@@ -258,10 +258,12 @@ def _share(part: float, whole: float) -> float | None:
 
 
 class ServerStatus(msgspec.Struct, frozen=True):
-    """One server behind `isthmus route`. `models`, `kind`, `kv_tokens`: what it says of itself, empty or 0 if it does
-    not; `draining`: it gets no new requests, and is removed when those that it has have ended; `cache_blocks`,
-    `cache_capacity_blocks`: that it has or is believed to have, now and at most; `expected_tokens_total`: that were
-    expected to be cached;    `prompt_tokens_total`, `cached_tokens_total`: as its answers say."""
+    """One server behind `isthmus route`. `models`, `kind`, `version`, `longest` (tokens of a request) and `kv_tokens`:
+    what it says of itself, empty or 0 if it does not; `draining`: it gets no new requests, and is removed when those
+    that it has have ended; `cache_blocks`, `cache_capacity_blocks`: that it has or is believed to have, now and at
+    most; `cache_from`: what the latter is known from: `told` by the server, `guessed`, or `learnt` from its answers;
+    `expected_tokens_total`: that were expected to be cached; `prompt_tokens_total`, `cache_told_tokens_total` (of
+    answers that say how many were cached), `cached_tokens_total`: as its answers say."""
 
     server: str
     up: bool
@@ -274,10 +276,14 @@ class ServerStatus(msgspec.Struct, frozen=True):
     prompt_tokens_total: int
     cached_tokens_total: int
     expected_tokens_total: int = 0
+    cache_told_tokens_total: int = 0
     draining: bool = False
     models: tuple[str, ...] = ()
     kind: str = ""
+    version: str = ""
+    longest: int = 0
     kv_tokens: int = 0
+    cache_from: str = ""
 
 
 class RouterStatus(msgspec.Struct, frozen=True):

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Literal
 
 import zmq
 
 from isthmus.core.node.events import EngineBlocks
 from isthmus.core.node.heard_blocks import HeardBlocks
-from isthmus.core.node.plain_server import PlainServer, Reports
+from isthmus.core.node.plain_server import DOUBT, PlainServer, Reports
 from isthmus.core.scheduler import chains_of
 from isthmus.core.types import NOBODY, NodeId, Tenant
 from isthmus.live.servers.hearing import Hearing
 from isthmus.live.servers.naming import Named, Naming
-from isthmus.live.servers.plain import Description
 from isthmus.live.servers.state_file import Kept, joined
+from isthmus.live.servers.told import Description
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,15 @@ class Cached:
         """Blocks that the cache is believed to hold at most."""
         return self._belief.capacity_blocks
 
+    @property
+    def capacity_tokens(self) -> int:
+        return self._belief.capacity_blocks * self._naming.block_tokens
+
+    @property
+    def capacity_from(self) -> Literal["told", "guessed", "learnt"]:
+        """From where that is known: the server, nobody, or its answers."""
+        return self._belief.capacity_from
+
     def match(self, named: Named) -> int:
         """Returns the number of leading blocks of a prompt that are cached."""
         if self._known is not None and named.is_exact:
@@ -68,10 +78,12 @@ class Cached:
         else:
             self._report(self._belief.computed(named.names, tenant))
 
-    def corrected(self, named: Named, believed: float, cached: float) -> None:
-        """Takes what an answer says, as `PlainServer.told`."""
+    def corrected(self, named: Named, believed: float, cached: float, num_prompt: int) -> None:
+        """Takes what an answer says, as `PlainServer.told`. `num_prompt`: tokens of the prompt, as the server counts
+        them."""
         if self._known is None or not named.is_exact:
-            self._belief.told(believed, cached)
+            # Of a prompt the last block that is not full, and the last token of one that is, are computed each time.
+            self._belief.told(believed, cached, DOUBT + self._told.block_tokens / num_prompt)
 
     # Events.
 

@@ -1,8 +1,9 @@
 """The plain servers behind a router: what each says of itself, whether it lives, and the conductor that it belongs to.
 
-Servers that list the same models form a pool with a conductor of its own. A server is asked for a sign of life every
-`PROBE_S`; one without is left, and taken in again when it answers. A server that is no longer wanted (`Fleet.want`)
-drains: it gets no new requests, and is removed when those that it has have ended.
+Servers that list the same models, and take requests of the same length, form a pool with a conductor of its own. A
+server is asked for a sign of life every `PROBE_S`; one without is left, and taken in again when it answers. A server
+that is no longer wanted (`Fleet.want`) drains: it gets no new requests, and is removed when those that it has have
+ended.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from typing import Any
 import aiohttp
 
 from isthmus.core import conductor
-from isthmus.core.errors import RequestError, UnavailableError
+from isthmus.core.errors import UnavailableError, UnknownModelError
 from isthmus.core.node.plain_server import Answers, Reports
-from isthmus.core.types import MIXED, NodeId, RequestId
+from isthmus.core.types import MIXED, NodeId, PassedRequest, RequestId
 from isthmus.live.cluster.recorder import Recorder
 from isthmus.live.servers.cached import Cached
 from isthmus.live.servers.naming import Naming
-from isthmus.live.servers.plain import Description, PlainClient, is_ours, new_session, refuses, said
+from isthmus.live.servers.plain import PlainClient, is_ours, life_of, new_session, refuses, said
 from isthmus.live.servers.state_file import Kept, StateFile
+from isthmus.live.servers.told import Description
 
 log = logging.getLogger(__name__)
 
@@ -85,14 +87,18 @@ class Server:
         }
 
 
-_COUNTERS = ("requests", "failures", "leaves", "prompt_tokens", "cached_tokens", "expected_tokens")
+_COUNTERS = (
+    "requests", "failures", "leaves", "prompt_tokens", "cache_told_tokens", "cached_tokens", "expected_tokens",
+)  # fmt: skip
 
 
 class Pool:
-    """The servers that list the same models, behind a conductor of their own."""
+    """The servers that list the same models and take requests of the same length, behind a conductor of their own.
+    `longest`: tokens of the longest request, prompt and answer; 0 if they do not say."""
 
-    def __init__(self, models: tuple[str, ...], naming: Naming, desk: conductor.Desk) -> None:
-        self.models, self.naming, self.desk, self.answers = models, naming, desk, Answers()
+    def __init__(self, models: tuple[str, ...], longest: int, naming: Naming, desk: conductor.Desk) -> None:
+        self.models, self.longest, self.naming, self.desk = models, longest, naming, desk
+        self.answers = Answers()
 
 
 class Fleet:
@@ -118,7 +124,7 @@ class Fleet:
         self._samples, self._state = samples, state
         self.servers: dict[NodeId, Server] = {}
         self._wanted: dict[NodeId, None] = {}
-        self._pools: dict[tuple[str, ...], Pool] = {}
+        self._pools: dict[tuple[tuple[str, ...], int], Pool] = {}
         self._rules, self._rejoin_ms, self._decide = rules, round(rejoin_s * 1000), decide
         self._key, self._new_recorder = key, new_recorder
         self._recorders: list[Recorder] = []
@@ -213,9 +219,8 @@ class Fleet:
         found: dict[str, dict[str, Any]] = {}
         for server in self.servers.values():
             if server.takes_requests and server.description is not None:
-                found |= {
-                    str(each["id"]): each for each in server.description.models if each["id"] not in found
-                }
+                for each in server.description.models:
+                    found.setdefault(str(each["id"]), each)
         return list(found.values())
 
     def gauges(self) -> dict[str, dict[str, float]]:
@@ -228,12 +233,15 @@ class Fleet:
     def status(self) -> list[Any]:
         found: list[Any] = []
         for server in self.servers.values():
-            told = server.description
-            known = (
-                {"models": told.names, "kind": told.kind, "kv_tokens": told.kv_tokens}
-                if told is not None
-                else {}
-            )
+            told = server.description or Description(())
+            known = {
+                "models": told.names,
+                "kind": told.kind,
+                "version": told.version,
+                "longest": told.longest,
+                "kv_tokens": told.kv_tokens,
+                "cache_from": "" if server.cache is None else server.cache.capacity_from,
+            }
             counts = {name.removeprefix("server_"): round(value) for name, value in server.gauges().items()}
             state = {"up": server.pool is not None, "draining": server.is_draining}
             found.append({"server": str(server.node), **counts, **state, **known})
@@ -253,31 +261,51 @@ class Fleet:
             return f"{url}: gets no new requests, and is removed when {len(server.running)} have ended"
         if told is None:
             return f"{url}: does not answer; it is asked every {PROBE_S:g} s"
-        memory = f"{told.kv_tokens:,} tokens of KV memory" if told.kv_tokens else "does not say its KV memory"
-        return ": ".join([url, ", ".join([*told.names, *filter(None, [told.kind]), memory])])
+        num_guessed = 0 if server.cache is None else server.cache.capacity_tokens
+        guessed = f"its KV memory is guessed, {num_guessed:,} tokens" if num_guessed else ""
+        facts = [
+            " ".join(filter(None, [told.kind, told.version])),
+            f"requests of up to {told.longest:,} tokens" if told.longest else "",
+            f"{told.kv_tokens:,} tokens of KV memory" if told.kv_tokens else guessed,
+        ]
+        return f"{url}: {', '.join([*told.names, *filter(None, facts)])}"
 
     @property
     def pools(self) -> list[Pool]:
         return list(self._pools.values())
 
-    def pool_of(self, model: str) -> Pool:
-        """Returns the pool that serves a model; the only one, whose servers know best, for any name. Raises
-        RequestError or UnavailableError."""
+    def pools_of(self, passed: PassedRequest) -> list[Pool]:
+        """Returns the pools that serve a request's model, the best first; the only one, whose servers know best, for
+        any name. Raises UnknownModelError or UnavailableError."""
         homes = dict.fromkeys(server.home for server in self.servers.values())
         known_pools = [pool for pool in homes if pool is not None]
         live = [pool for pool in known_pools if pool.desk.conductor.view.prefills] or known_pools
         for pools in (live, known_pools):  # a server that left may come back
-            for pool in pools:
-                if model in pool.models:
-                    return pool
-        if len(live) == 1:
-            return live[0]
+            found = [pool for pool in pools if passed.model in pool.models]
+            if found:
+                return self._ranked(found, passed)
+        if len({pool.models for pool in live}) == 1:
+            return self._ranked(live, passed)
         known = ", ".join(sorted({name for pool in live for name in pool.models}))
         if not known:
             raise UnavailableError("no server is there", retry_after_s=1)
-        raise RequestError(
-            f"the model {model!r} does not exist; there are {known}", param="model", code="model_not_found"
-        )
+        raise UnknownModelError(passed.model, known)
+
+    def _ranked(self, pools: list[Pool], passed: PassedRequest) -> list[Pool]:
+        """Sorts pools by what a server has to do before this request's first token, counted in requests like it: those
+        that run there, and the part of its prompt that is not cached. A pool that it looks too long for comes last."""
+        if len(pools) == 1:
+            return pools
+        keys: dict[Pool, tuple[bool, float]] = {}
+        for pool in pools:
+            servers = [server for server in self.servers.values() if server.pool is pool]
+            named = pool.naming.named(passed)
+            caches = [server.cache for server in servers if server.cache is not None]
+            cached = max([cache.match(named) for cache in caches], default=0) / max(1, len(named.names))
+            busy = sum([len(server.running) for server in servers]) / max(1, len(servers))
+            too_long = 0 < pool.longest < named.num_tokens + passed.max_tokens
+            keys[pool] = too_long, busy + 1 - cached
+        return sorted(pools, key=keys.__getitem__)
 
     def suspect(self, server: Server, error: BaseException) -> None:
         """Leaves a server at once that refuses connections; another failure may be of the request alone."""
@@ -294,12 +322,14 @@ class Fleet:
             if server.is_draining:
                 self._remove(server)
 
-    def _new_pool(self, models: tuple[str, ...], first: Description, *, knows_tokens: bool) -> Pool:
+    def _new_pool(
+        self, models: tuple[str, ...], longest: int, first: Description, *, knows_tokens: bool
+    ) -> Pool:
         if self._new_recorder is not None:
             self._recorders.append(self._new_recorder(len(self._pools)))
         log = self._recorders[-1].record if self._recorders else None
         desk = conductor.Desk(conductor.Conductor(self._rules), self._rejoin_ms, log)
-        return Pool(models, Naming(first, knows_tokens=knows_tokens), desk)
+        return Pool(models, longest, Naming(first, knows_tokens=knows_tokens), desk)
 
     async def _knows_tokens(self, server: Server, told: Description) -> bool:
         """Whether requests come with the tokens that this server makes of their prompts, as far as it says."""
@@ -339,11 +369,11 @@ class Fleet:
         kept = self._kept_of(server)
         server.description = description
         server.hear()
-        models = tuple(sorted(description.names))
+        key = tuple(sorted(description.names)), description.longest
         knows_tokens = await self._knows_tokens(server, description)
-        if models not in self._pools:
-            self._pools[models] = self._new_pool(models, description, knows_tokens=knows_tokens)
-        server.pool = server.home = pool = self._pools[models]
+        if key not in self._pools:
+            self._pools[key] = self._new_pool(*key, description, knows_tokens=knows_tokens)
+        server.pool = server.home = pool = self._pools[key]
         server.cache = Cached(server.node, description, pool.naming, partial(self._report, pool))
         self._decide(
             pool,
@@ -380,7 +410,7 @@ class Fleet:
         if time.monotonic() - server.heard_s < PROBE_S:
             return
         try:
-            await server.client.alive(SILENCE_S)
+            await server.client.alive(life_of(server.description), SILENCE_S)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             if is_ours(error):
                 return

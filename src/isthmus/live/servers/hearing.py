@@ -11,7 +11,7 @@ import msgspec
 from isthmus.core.node.events import EngineBlocks
 from isthmus.live.servers.kv_events import EventListener, SavedBlocks, Translator, saved
 from isthmus.live.servers.naming import Naming
-from isthmus.live.servers.plain import EventSource
+from isthmus.live.servers.told import EventSource
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import msgspec
 
 from isthmus.core.blocks import BlockNamer, KVLayout
 from isthmus.core.types import BlockName, PassedRequest
-from isthmus.live.servers.plain import Description
+from isthmus.live.servers.told import Description, aliases_of
 
 TOKEN_BYTES, BLOCK_TOKENS = 4, 16
 """A text is counted in bytes, four a token; a block has so many tokens where nobody says how many."""
@@ -77,4 +77,5 @@ def weights_of(models: tuple[dict[str, Any], ...]) -> dict[str, str]:
         name, root = str(each["id"]), each.get("root")
         is_alias = isinstance(root, str) and bool(root) and not each.get("parent")
         found[name] = first.setdefault(str(root), name) if is_alias else name
+        found |= dict.fromkeys(aliases_of(each), found[name])
     return found

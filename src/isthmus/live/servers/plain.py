@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
-import re
 import time
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
-from typing import Annotated, Any
+from typing import Any
 
 import aiohttp
 import msgspec
 from yarl import URL
 
 from isthmus.core.types import PassedRequest
+from isthmus.live.servers.told import LIFE, MODELS, PAGES, Description, read_models, read_pages
 
 ASK_S = 5.0
 CONNECT_S = 3.0
@@ -37,29 +38,7 @@ NOT_PASSED_BACK = frozenset(
     )
 )
 """Headers of one connection, and those that the gateway adds itself."""
-_BLOCKS = re.compile(r"^vllm:cache_config_info\{([^}]*)\}", re.MULTILINE)
-_POOL = re.compile(r"^sglang:max_total_num_tokens(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
-_STARTED = re.compile(r"^process_start_time_seconds (\d+(?:\.\d+)?(?:e\+?\d+)?)$", re.MULTILINE)
-_PORT = re.compile(r"tcp://\S+:(\d{1,5})")
-_LABEL = re.compile(r'(\w+)="([^"]*)"')
-
-
-class EventSource(msgspec.Struct, frozen=True):
-    """ZeroMQ endpoints of a server's KV events, on its own machine. `replay`: where it says them again, "" if it does
-    not; `topic`: of its messages."""
-
-    endpoint: str
-    replay: str = ""
-    topic: str = ""
-
-
-class _Source(msgspec.Struct):
-    """Of vLLM's `/kv_event_sources`, by rank."""
-
-    publisher: str = ""
-    endpoint: str = ""
-    replay_endpoint: str | None = None
-    topic: Annotated[str, msgspec.Meta(max_length=1024)] = ""
+HEALTH, UNREADY = "/health", 503
 
 
 class _Tokens(msgspec.Struct):
@@ -67,29 +46,15 @@ class _Tokens(msgspec.Struct):
 
 
 _tokens = msgspec.json.Decoder(_Tokens).decode
-_sources = msgspec.json.Decoder(dict[str, _Source]).decode
 
 
-class Description(msgspec.Struct, frozen=True):
-    """What a server says of itself. `models`: the entries of `/v1/models`; `kv_tokens`: tokens that its KV memory
-    holds, and `block_tokens`: of one block, 0 if it does not say; `kind`: vllm, sglang, or "" where its metrics do not
-    tell; `started_s`: when its process started, in seconds since 1970, 0 if it does not say; `events`: where it
-    publishes its KV events."""
-
-    models: tuple[dict[str, Any], ...]
-    kv_tokens: int = 0
-    kind: str = ""
-    block_tokens: int = 0
-    started_s: float = 0.0
-    events: EventSource | None = None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple([str(each["id"]) for each in self.models])
+class UnreadyError(aiohttp.ClientError):
+    """A server says that it cannot serve: it is loading its model, or its engine is dead."""
 
 
-class _Models(msgspec.Struct):
-    data: list[dict[str, Any]]
+def life_of(told: Description | None) -> str:
+    """The path that a server is asked at for a sign of life."""
+    return LIFE.get(told.kind, HEALTH) if told is not None else HEALTH
 
 
 def said(error: BaseException) -> str:
@@ -113,7 +78,7 @@ _OURS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EADDRNOTAVAIL)
 
 
 class Response:
-    """An answer with its first bytes, over a connection of its own until it is whole."""
+    """An answer with its `first` bytes, over a connection of its own until it is whole."""
 
     def __init__(self, response: aiohttp.ClientResponse, first: bytes) -> None:
         self.status = response.status
@@ -127,12 +92,13 @@ class Response:
         ]
         kind = response.headers.get("Content-Type", "").startswith("text/event-stream")
         self.takes_events = kind and not response.headers.keys() & {"Content-Encoding", "Content-Length"}
-        self._response, self._first = response, first
+        self.first = first
+        self._response = response
 
     async def body(self) -> AsyncIterator[bytes]:
         """Yields the body as it comes. Raises aiohttp.ClientError when it breaks off."""
-        if self._first:
-            yield self._first
+        if self.first:
+            yield self.first
         async for chunk in self._response.content.iter_any():
             yield chunk
 
@@ -176,50 +142,13 @@ class PlainClient:
         self.url, self._key, self._session, self._fresh = url.rstrip("/"), key, session, fresh
 
     async def describe(self) -> Description:
-        """Asks the server what it is. Raises aiohttp.ClientError, OSError, TimeoutError, or ValueError if it does not
-        speak OpenAI's protocol."""
-        models = tuple(msgspec.json.decode(await self._get("/v1/models"), type=_Models).data)
-        if not all(isinstance(each.get("id"), str) for each in models):
-            raise ValueError("/v1/models names no models")
-        try:
-            metrics = (await self._get("/metrics")).decode("utf8", "replace")
-        except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
-            metrics = ""
-        kv_tokens, kind, block_tokens, events = 0, "", 0, None
-        if (found := _BLOCKS.search(metrics)) is not None:
-            labels = dict(_LABEL.findall(found[1]))
-            kind = "vllm"
-            if labels.get("num_gpu_blocks", "").isdigit() and labels.get("block_size", "").isdigit():
-                block_tokens = int(labels["block_size"])
-                kv_tokens = int(labels["num_gpu_blocks"]) * block_tokens
-            events = await self._events()
-        elif "sglang:" in metrics:
-            kind = "sglang"
-            if (pool := _POOL.search(metrics)) is not None:
-                kv_tokens = int(float(pool[1]))
-        started = _STARTED.search(metrics)
-        started_s = float(started[1]) if started is not None else 0.0
-        return Description(models, kv_tokens, kind, block_tokens, started_s, events)
-
-    async def _events(self) -> EventSource | None:
-        """Returns where the server publishes KV events, if it does so, and has one cache."""
-        try:
-            told = _sources(await self._get("/kv_event_sources"))
-        except (aiohttp.ClientError, OSError, TimeoutError, ValueError, RecursionError):
-            return None  # of an older version
-        (source, *others) = [*told.values()] or [_Source()]
-        endpoint = self._reachable(source.endpoint)
-        if others or source.publisher != "zmq" or not endpoint:
-            return None
-        return EventSource(endpoint, self._reachable(source.replay_endpoint or ""), source.topic)
-
-    def _reachable(self, endpoint: str) -> str:
-        """Returns an endpoint as it is reached from here, "" if it is none of TCP. Whatever machine a server names,
-        its own is connected to."""
-        port, host = _PORT.fullmatch(endpoint), URL(self.url).host
-        if port is None or host is None or not 0 < int(port[1]) < 1 << 16:
-            return ""
-        return f"tcp://[{host}]:{port[1]}" if ":" in host else f"tcp://{host}:{port[1]}"
+        """Asks the server what it is. Raises UnreadyError while it says that it is not ready, ValueError if it does not
+        speak OpenAI's protocol, aiohttp.ClientError, OSError or TimeoutError."""
+        await self.alive(HEALTH, ASK_S)
+        told = read_models(await self._get(MODELS))
+        names = PAGES[told.kind]
+        pages = await asyncio.gather(*map(self._page, names))
+        return read_pages(told, dict(zip(names, pages, strict=True)), URL(self.url).host or "")
 
     async def tokenize(self, model: str, question: bytes) -> tuple[int, ...]:
         """Returns the tokens of a prompt, an object as `/tokenize` takes it but for its model; none from a server that
@@ -235,12 +164,14 @@ class PlainClient:
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError, RecursionError):
             return ()
 
-    async def alive(self, limit_s: float) -> None:
-        """Returns when the server gives a sign of life, whatever it says. Raises as `describe`."""
-        async with self._session.get(
-            f"{self.url}/health", headers=self._own(), timeout=aiohttp.ClientTimeout(total=limit_s)
-        ) as response:
-            await response.read()
+    async def alive(self, path: str, limit_s: float) -> None:
+        """Returns when the server gives a sign of life, whatever it says but that it is not ready. Raises UnreadyError,
+        aiohttp.ClientError, OSError or TimeoutError."""
+        timeout = aiohttp.ClientTimeout(total=limit_s)
+        async with self._session.get(self.url + path, headers=self._own(), timeout=timeout) as response:
+            await response.content.read(MAX_TOLD_BYTES)
+            if response.status == UNREADY:
+                raise UnreadyError(f"it says that it is not ready (HTTP {UNREADY} of {path})")
 
     async def send(self, passed: PassedRequest) -> Response:
         """Sends a request on, and returns its answer when the first bytes of the body are here; once more over a fresh
@@ -267,7 +198,7 @@ class PlainClient:
             passed.method,
             URL(self.url + passed.target, encoded=True),
             data=passed.body or None,
-            headers=[*passed.headers, *self._own().items()],
+            headers=[*self._of_client(passed), *self._own().items()],
             allow_redirects=False,
             trace_request_ctx=reuse,
         )
@@ -284,11 +215,22 @@ class PlainClient:
             await response.content.readany()
             return response.status
 
+    async def _page(self, path: str) -> bytes:
+        """Returns a page that a server may not have, b"" where it has none."""
+        try:
+            return await self._get(path)
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
+            return b""
+
     async def _get(self, path: str) -> bytes:
         timeout = aiohttp.ClientTimeout(total=ASK_S)
         async with self._session.get(self.url + path, headers=self._own(), timeout=timeout) as response:
             response.raise_for_status()
             return await _limited(response)
+
+    def _of_client(self, passed: PassedRequest) -> list[tuple[str, str]]:
+        """A client's headers, without its key where the server is shown another: it reads the first."""
+        return [(name, text) for name, text in passed.headers if not (self._key and name == "authorization")]
 
     def _own(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self._key}"} if self._key else {}

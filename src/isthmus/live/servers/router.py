@@ -35,11 +35,16 @@ UNSAID_TOKENS = 256
 """Tokens of an answer whose request has no limit."""
 RETRIED = frozenset((429, 500, 502, 503, 504))
 """Statuses of which another server may know better. The last one's answer is passed back."""
+TOO_LONG = frozenset((400, 413, 422))
+_TOO_LONG = re.compile(rb"context.{0,8}(length|size|window)|too (long|large)|longer than", re.IGNORECASE)
+"""How servers word it that a prompt, or prompt and answer, are longer than they take."""
 TAIL_BYTES = 4096
 """The end of an answer, where its usage stands."""
 _USAGE = re.compile(
-    rb'"(prompt_tokens|completion_tokens|cached_tokens|input_tokens|output_tokens)"\s*:\s*(\d+)'
+    rb'"(prompt_tokens|completion_tokens|cached_tokens|input_tokens|output_tokens|eval_count|tokens_predicted)"\s*:\s*(\d+)'
 )
+_GENERATED = ("completion_tokens", "output_tokens", "eval_count", "tokens_predicted")
+"""OpenAI's words for the length of an answer, in both of its APIs, Ollama's and llama.cpp's."""
 
 
 class _Open:
@@ -174,19 +179,30 @@ class Router:
         return failed + [self._fleet.line(url) for url in concerned]
 
     async def forward(self, passed: PassedRequest) -> PassedBack:
-        """Passes a request on, to as many servers one after another as the conductor's rules allow. Raises
-        TimedOutError, and what the conductor decides."""
+        """Passes a request on; one that is too long for its servers, to servers that take longer ones. Raises
+        TimedOutError, and what the conductors decide."""
+        passed = msgspec.structs.replace(passed, tenant=self._alias_of(passed.tenant))
         try:
             async with asyncio.timeout(self._timeout_s) as limit:
-                return await self._forward(passed)
+                return await self._to_pools(passed)
         except TimeoutError:
             if not limit.expired():
                 raise
             raise TimedOutError(f"no answer began within {self._timeout_s:g} s (--timeout-s)") from None
 
-    async def _forward(self, passed: PassedRequest) -> PassedBack:
-        pool = self._fleet.pool_of(passed.model)
-        passed = msgspec.structs.replace(passed, tenant=self._alias_of(passed.tenant))
+    async def _to_pools(self, passed: PassedRequest) -> PassedBack:
+        """Passes a request on to a pool, and as long as that finds it too long, to one that takes longer ones."""
+        pool, *others = self._fleet.pools_of(passed)
+        while True:
+            answer = await self._forward(passed, pool)
+            longer = [other for other in others if other.longest > pool.longest > 0]
+            if not longer or not answer.is_too_long:
+                return answer
+            answer.close()
+            pool = longer[0]
+
+    async def _forward(self, passed: PassedRequest, pool: Pool) -> PassedBack:
+        """Passes a request on, to as many servers of a pool one after another as the conductor's rules allow."""
         request = _Open(passed, pool)
         tenant = sharing(passed.tenant, passed.weight)
         self._open[passed.request] = request
@@ -354,10 +370,11 @@ class Router:
         them, else by their bytes and events."""
         usage = {name.decode(): int(value) for name, value in _USAGE.findall(tail)}
         num_prompt = usage.get("prompt_tokens") or usage.get("input_tokens", 0)
-        num_generated = usage.get("completion_tokens") or usage.get("output_tokens") or num_events
+        num_generated = next((usage[name] for name in _GENERATED if usage.get(name)), num_events)
         server.counts["prompt_tokens"] += num_prompt
         server.hear()
         if num_prompt and "cached_tokens" in usage:
+            server.counts["cache_told_tokens"] += num_prompt
             server.counts["cached_tokens"] += usage["cached_tokens"]
             block_tokens = request.pool.naming.block_tokens
             # Servers compute the last token in any case.
@@ -365,7 +382,7 @@ class Router:
             server.counts["expected_tokens"] += min(request.believed, whole) * block_tokens
             believed = request.believed * block_tokens / request.named.num_tokens
             if server.cache is not None:
-                server.cache.corrected(request.named, believed, usage["cached_tokens"] / num_prompt)
+                server.cache.corrected(request.named, believed, usage["cached_tokens"] / num_prompt, num_prompt)
         server.running.discard(request.passed.request)
         block_tokens = request.pool.naming.block_tokens
         behind = (request.named.num_tokens % block_tokens + num_generated) // block_tokens
@@ -393,6 +410,11 @@ class PassedBack:
         self._router, self._request, self._server, self._response = router, request, server, response
         self.num_tokens = (request.named.num_tokens, 0) if response.status == 200 else (0, 0)
         self._is_over = False
+
+    @property
+    def is_too_long(self) -> bool:
+        """Whether the server refuses the request for its length."""
+        return self.status in TOO_LONG and _TOO_LONG.search(self._response.first) is not None
 
     def close(self) -> None:
         """Gives the request up, if its answer is not whole."""

@@ -23,7 +23,7 @@ from isthmus.core.errors import ConfigError
 from isthmus.core.scheduler import Chain
 from isthmus.live.servers.hearing import SavedHearing
 from isthmus.live.servers.naming import Naming
-from isthmus.live.servers.plain import Description
+from isthmus.live.servers.told import Description
 
 log = logging.getLogger(__name__)
 

@@ -130,6 +130,10 @@ class FakeServer:
         if not asked.get("stream"):
             await self.gate.wait()
             return _whole(writer, json.dumps({"vendor": 1, **asked}).encode(), more="X-Vendor: kept\r\n")
+        return await self._say(writer, target, asked)
+
+    async def _say(self, writer: asyncio.StreamWriter, target: str, asked: dict[str, Any]) -> None:
+        """Streams an answer."""
         kind = b"Content-Type: text/event-stream\r\nTransfer-Encoding: chunked"
         writer.write(b"HTTP/1.1 200 OK\r\n" + kind + b"\r\n\r\n")
         for at, word in enumerate(WORDS):

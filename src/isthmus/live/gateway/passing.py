@@ -177,6 +177,7 @@ SERVER_METRICS = {
     "server_requests_total": "Attempts at requests sent to the server.",
     "server_failures_total": "Attempts that the server did not answer, or broke off.",
     "server_leaves_total": "Times that the server was left since it did not answer.",
+    "server_continued_total": "Answers that broke off at the server and went on at another.",
     "server_cache_blocks": "Blocks of prompts that the server's cache has, or is believed to have.",
     "server_cache_capacity_blocks": "Blocks that it is believed to hold at most.",
     "server_expected_tokens_total": "Prompt tokens that were expected to come from the server's cache.",

@@ -271,6 +271,7 @@ class ServerStatus(msgspec.Struct, frozen=True):
     requests_total: int
     failures_total: int
     leaves_total: int
+    continued_total: int
     cache_blocks: int
     cache_capacity_blocks: int
     prompt_tokens_total: int

@@ -63,6 +63,11 @@ class Server:
         self.heard_s = 0.0
         self.counts: Counter[str] = Counter()
 
+    @property
+    def kind(self) -> str:
+        """As in `Description`."""
+        return "" if self.description is None else self.description.kind
+
     def hear(self) -> None:
         """Takes a sign of life."""
         self.heard_s = time.monotonic()
@@ -88,7 +93,8 @@ class Server:
 
 
 _COUNTERS = (
-    "requests", "failures", "leaves", "prompt_tokens", "cache_told_tokens", "cached_tokens", "expected_tokens",
+    "requests", "failures", "leaves", "continued", "prompt_tokens", "cache_told_tokens", "cached_tokens",
+    "expected_tokens",
 )  # fmt: skip
 
 

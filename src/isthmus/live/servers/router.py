@@ -2,13 +2,14 @@
 
 Carries out the conductor's routes: sends requests on, tells it of first bytes, ends and failures, and what a server's
 cache is believed to hold (`core.node.plain_server`). A request that has sent nothing goes elsewhere when its server
-fails; what was sent is never sent again.
+fails; one amid its answer is continued elsewhere where that is exact (`continuing.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import re
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -24,12 +25,15 @@ from isthmus.core.errors import IsthmusError, RequestError, StartError, TimedOut
 from isthmus.core.types import NS_PER_S, PassedRequest, RequestId, sharing
 from isthmus.live.cluster.recorder import Recorder
 from isthmus.live.cluster.streams import refusal
+from isthmus.live.servers.continuing import BrokenOffError, DiffersError, answer_to
 from isthmus.live.servers.fleet import Fleet, Pool, Samples, Server
 from isthmus.live.servers.gaps import Gaps
 from isthmus.live.servers.members import Members
 from isthmus.live.servers.plain import Response, said
 from isthmus.live.servers.probing import Probing
 from isthmus.live.servers.state_file import StateFile
+
+log = logging.getLogger(__name__)
 
 UNSAID_TOKENS = 256
 """Tokens of an answer whose request has no limit."""
@@ -54,6 +58,7 @@ class _Open:
     def __init__(self, passed: PassedRequest, pool: Pool) -> None:
         self.passed, self.pool = passed, pool
         self.named = pool.naming.named(passed)
+        self.answer = answer_to(passed)
         self.route: conductor.Route | None = None
         self.error: IsthmusError | None = None
         self.sending: asyncio.Task[Response] | None = None
@@ -80,6 +85,14 @@ class _Open:
             self.sending.cancel()
         if self.response is not None:
             self.response.abort()
+
+
+class Attempt(msgspec.Struct, frozen=True):
+    """An attempt at a request whose answer has begun."""
+
+    server: Server
+    route: conductor.Route
+    response: Response
 
 
 class Router:
@@ -215,7 +228,38 @@ class Router:
                 passed.priority, passed.ttft_ms, passed.tbt_ms, weight=passed.weight,
             ),
         )  # fmt: skip
-        attempt, last = 0, None  # a server and its error, to pass back if none answers better
+        return PassedBack(self, request, await self._answered(request))
+
+    async def go_on(self, request: _Open, broke: Attempt, error: BaseException) -> Attempt | None:
+        """Continues elsewhere an answer that broke off amid an attempt. Returns None if it cannot be continued."""
+        server = broke.server
+        broke.response.abort()
+        is_late = isinstance(error, TimeoutError)  # the client has waited as long as it may
+        if is_late or request.answer is None or not request.answer.can_go_on:
+            self.broken(request, server, error)
+            return None
+        if request.route is broke.route and request.error is None:
+            self._failed(request, server, broke.route, f"{server.node} broke off: {said(error)}")
+        self._fleet.suspect(server, error)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                found = await self._answered(request, broke.route.attempt)
+        except (IsthmusError, TimeoutError) as failed:
+            log.warning("an answer of %s is not continued: %s", server.node, said(failed))
+            return None
+        if found.response.status == 200 and found.response.takes_events:
+            server.counts["continued"] += 1
+            return found
+        log.warning("an answer of %s is not continued: HTTP %s", server.node, found.response.status)
+        found.response.abort()
+        self.broken(request, found.server, None)
+        return None
+
+    async def _answered(self, request: _Open, attempt: int = 0) -> Attempt:
+        """Returns the first attempt after that number whose answer has begun; of those that another server may know
+        better, the last one."""
+        pool, passed = request.pool, request.passed
+        last: Attempt | None = None
         try:
             while True:
                 try:
@@ -223,7 +267,7 @@ class Router:
                 except UnavailableError:
                     if last is None:
                         raise
-                    return PassedBack(self, request, *last)
+                    return last
                 attempt = route.attempt
                 if pool.desk.under_way(passed.request, attempt) is None:
                     continue  # its server has left since
@@ -237,8 +281,8 @@ class Router:
                     continue
                 if response.status in RETRIED:
                     if last is not None:
-                        last[1].abort()
-                    last = (server, response)
+                        last.response.abort()
+                    last = Attempt(server, route, response)
                     self._failed(request, server, route, f"{server.node} answered HTTP {response.status}")
                     continue
                 self._begun(request, server, route, is_computed=response.status == 200)
@@ -246,17 +290,22 @@ class Router:
                     response.abort()
                     raise request.error
                 if last is not None:
-                    last[1].abort()
-                return PassedBack(self, request, server, response)
+                    last.response.abort()
+                return Attempt(server, route, response)
         except BaseException:
             self._decide(pool, conductor.RequestCancelled(passed.request))
             if last is not None:
-                last[1].abort()
+                last.response.abort()
             raise
 
     async def _send(self, request: _Open, server: Server, route: conductor.Route) -> Response | None:
         """Returns the answer with its first bytes; None if there is none and the conductor has been told."""
-        passed = request.passed
+        passed: PassedRequest | None = request.passed
+        if request.answer is not None:
+            passed = request.answer.request_to(server.kind)
+        if passed is None:
+            self._failed(request, server, route, f"{server.node} is of another kind")
+            return None
         server.running.add(passed.request)
         server.counts["requests"] += 1
         cache = server.cache
@@ -403,56 +452,77 @@ class Router:
 
 
 class PassedBack:
-    """An answer whose first bytes are here. `num_tokens`: of prompt and answer, exact at the end; 0 of an error."""
+    """An answer whose first bytes are here, with the attempt that it comes from. `num_tokens`: of prompt and answer,
+    exact at the end; 0 of an error."""
 
-    def __init__(self, router: Router, request: _Open, server: Server, response: Response) -> None:
-        self.status, self.headers = response.status, response.headers
-        self._router, self._request, self._server, self._response = router, request, server, response
-        self.num_tokens = (request.named.num_tokens, 0) if response.status == 200 else (0, 0)
+    def __init__(self, router: Router, request: _Open, attempt: Attempt) -> None:
+        self.status, self.headers = attempt.response.status, attempt.response.headers
+        self._router, self._request, self._attempt = router, request, attempt
+        self.num_tokens = (request.named.num_tokens, 0) if self.status == 200 else (0, 0)
         self._is_over = False
+        if self.status != 200 or not attempt.response.takes_events:
+            request.answer = None  # nothing of tokens is in it
 
     @property
     def is_too_long(self) -> bool:
         """Whether the server refuses the request for its length."""
-        return self.status in TOO_LONG and _TOO_LONG.search(self._response.first) is not None
+        return self.status in TOO_LONG and _TOO_LONG.search(self._attempt.response.first) is not None
 
     def close(self) -> None:
         """Gives the request up, if its answer is not whole."""
         if not self._is_over:
             self._is_over = True
-            self._response.abort()
-            self._router.broken(self._request, self._server, None)
+            self._attempt.response.abort()
+            self._router.broken(self._request, self._attempt.server, None)
 
     async def chunks(self) -> AsyncGenerator[bytes]:
-        """Yields the body as it comes. One that breaks off ends with an error event where it is a stream of events,
-        else as an answer cut short."""
-        router, request, server = self._router, self._request, self._server
+        """Yields the body as it comes. One that breaks off goes on elsewhere if it can; else it ends with an error
+        event where it is a stream of events, or as an answer cut short."""
+        router, request, answer = self._router, self._request, self._request.answer
         tail, num_events, whole, gaps = b"", 0, False, Gaps()
-        error: BaseException | None = None
+        attempt: Attempt | None = self._attempt
+        has_timed_out = False
         try:
-            async for chunk in self._response.body():
-                server.hear()
-                gaps.take(server.heard_s)
-                tail = (tail + chunk)[-TAIL_BYTES:]
-                num_events += chunk.count(b"\ndata:")
-                yield chunk
-            whole = True
-        except (aiohttp.ClientError, OSError, TimeoutError) as broke:
-            error = broke
-            if not self._response.takes_events:
-                raise UnavailableError(f"{server.node} broke off amid its answer") from None
-            yield TIMEOUT_EVENT if isinstance(broke, TimeoutError) else CUT_EVENT
+            while attempt is not None and not whole:
+                self._attempt = attempt
+                try:
+                    async for chunk in attempt.response.body():
+                        attempt.server.hear()
+                        gaps.take(attempt.server.heard_s)
+                        if answer is not None:
+                            chunk = answer.take(chunk)
+                        tail = (tail + chunk)[-TAIL_BYTES:]
+                        num_events += chunk.count(b"\ndata:")
+                        if chunk:
+                            yield chunk
+                        if answer is not None and answer.error is not None:
+                            raise answer.error
+                    if answer is not None and answer.is_followed and not answer.is_over:
+                        raise BrokenOffError("it ended the stream before the answer")
+                    whole = True
+                except (*BREAKS, BrokenOffError) as broke:
+                    has_timed_out = isinstance(broke, TimeoutError)
+                    attempt = await router.go_on(request, attempt, broke)
+                except DiffersError as differs:
+                    log.warning("%s does not continue an answer: %s", attempt.server.node, differs)
+                    attempt = None
+            if not whole:
+                if not self._attempt.response.takes_events:
+                    raise UnavailableError(f"{self._attempt.server.node} broke off amid its answer")
+                yield TIMEOUT_EVENT if has_timed_out else CUT_EVENT
         finally:
             self._is_over = True
-            self._response.abort()
+            self._attempt.response.abort()
             if whole:
-                ended = router.ended(request, server, tail, num_events, gaps)
+                ended = router.ended(request, self._attempt.server, tail, num_events, gaps)
                 self.num_tokens = ended if self.status == 200 else (0, 0)
             else:
                 self.num_tokens = self.num_tokens[0], num_events
-                router.broken(request, server, error)
+                router.broken(request, self._attempt.server, None)
 
 
+BREAKS = (aiohttp.ClientError, OSError, TimeoutError)
+"""How a connection that breaks off is told."""
 CUT_EVENT = (
     b'\n\ndata: {"error": {"message": "the server broke off amid its answer; send the request again", '
     b'"type": "server_error", "param": null, "code": "unavailable"}}\n\n'

@@ -1,7 +1,8 @@
 """`python -m benchmarks vllm-routing`: where prompts are prefilled, by what is cached there and otherwise.
 
 A trace of conversations on two vLLM prefill servers and one that decodes, all real: under Isthmus's policies, which
-differ in nothing else, and under vLLM's toy proxy, which takes servers in turn. The trace is scaled to one small
+differ in nothing else, under vLLM's toy proxy, which takes servers in turn, and under `isthmus route` before the same
+servers, which may leave a prompt to the one that decodes. The trace is scaled to one small
 machine. Of its conversations every so many-th is taken, whole, so that prompts come back in it as often as in all;
 one hash id stands for one block of the engine; times are divided. Sides get the same prompts at the same times, one
 side after the other, each with servers of its own that have nothing cached, pinned to the same cores.
@@ -15,6 +16,7 @@ import json
 import os
 import random
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -41,9 +43,9 @@ from isthmus.live.cluster.launcher import LaunchSpec, cores_of
 from isthmus.live.servers.server import environment_of, settle
 from isthmus.sheet import Sheet
 
-PREFILLS = 2
-PROXY = "proxy"
-"""The side of vLLM's own proxy. The others are MODE/POLICY, of Isthmus."""
+PROXY, ROUTE = "proxy", "route"
+"""The sides of vLLM's own proxy, and of `isthmus route` before the same servers. The others are MODE/POLICY, of nodes
+of Isthmus."""
 SIDES = ("nixl/isthmus", "nixl/round_robin", PROXY, "pool/isthmus", "pool/round_robin")
 NAME = "served"
 WARM = 8
@@ -70,8 +72,9 @@ class Plan:
     proxy: Annotated[Path | None, Option(help="vLLM's toy_proxy_server.py.")] = None
     cost: Annotated[Path | None, Option(help="What isthmus profile --vllm wrote of such a server.")] = None
     sides: Annotated[
-        tuple[str, ...], WORDS, Option(help="MODE/POLICY of Isthmus, mode nixl or pool; proxy.")
+        tuple[str, ...], WORDS, Option(help="MODE/POLICY of Isthmus, mode nixl or pool; proxy; route.")
     ] = SIDES
+    prefills: Annotated[int, Option(min=1, help="Prefill servers, beside one that decodes.")] = 2
     kv_memory: Annotated[
         tuple[int, ...], SIZES, Option(help="Of each server; a turn of all sides for each.")
     ] = (1 << 30,)
@@ -86,8 +89,10 @@ class Plan:
 
     def __post_init__(self) -> None:
         for side in self.sides:
-            if side != PROXY and not side.startswith(("nixl/", "pool/")):
-                raise ConfigError(f"--sides: {side} is neither {PROXY} nor nixl/POLICY nor pool/POLICY")
+            if side not in (PROXY, ROUTE) and not side.startswith(("nixl/", "pool/")):
+                raise ConfigError(
+                    f"--sides: {side} is neither {PROXY} nor {ROUTE} nor nixl/POLICY nor pool/POLICY"
+                )
         if PROXY in self.sides and self.proxy is None:
             raise ConfigError(f"--proxy: side {PROXY} needs vLLM's toy_proxy_server.py")
 
@@ -127,7 +132,7 @@ def run(plan: Plan, report: Report = silent) -> Outcome:
     for kv_memory in plan.kv_memory:
         for side in plan.sides:
             log = plan.folder / f"{side.replace('/', '-')}-{kv_memory >> 20}"
-            turn = _by_proxy if side == PROXY else _by_isthmus
+            turn = _by_http if side in (PROXY, ROUTE) else _by_isthmus
             turns.append(turn(plan, side, kv_memory, asked, log))
             report(
                 f"{side}, {kv_memory >> 20} MiB: hit rate {turns[-1].hit_rate:.3f}, {said(_times(turns[-1]))}"
@@ -136,7 +141,7 @@ def run(plan: Plan, report: Report = silent) -> Outcome:
     title = (
         f"{len(asked)} prompts in {asked[-1].at_s:.0f} s, "
         f"{statistics.mean([len(each.prompt) for each in asked]):.0f} tokens in the mean, {distinct} different ones; "
-        f"a cache that has all would hit {best:.3f}; {PREFILLS} prefill servers and 1 decode server "
+        f"a cache that has all would hit {best:.3f}; {plan.prefills} prefill servers and 1 decode server "
         f"on {len(os.sched_getaffinity(0))} cores, one each"
     )
     return Outcome([table_of(title, turns)], plain(turns))
@@ -207,7 +212,7 @@ def config_of(plan: Plan, side: str, kv_memory: int) -> dict[str, Any]:
         engine["cost"] = str(plan.cost.resolve())
     found: dict[str, Any] = {
         "model": str(plan.model), "served_model_name": NAME, "port": 0, "policy": policy,
-        "roles": {"prefill": PREFILLS, "decode": 1}, "engine": engine,
+        "roles": {"prefill": plan.prefills, "decode": 1}, "engine": engine,
         "limits": {"start_s": START_S, "silence_s": 30},
     }  # fmt: skip
     if mode == "pool":
@@ -215,10 +220,10 @@ def config_of(plan: Plan, side: str, kv_memory: int) -> dict[str, Any]:
     return found
 
 
-# vLLM's servers behind its proxy.
+# vLLM's servers behind its proxy, or behind our router.
 
 
-def _by_proxy(plan: Plan, side: str, kv_memory: int, asked: Sequence[Asked], log: Path) -> Turn:
+def _by_http(plan: Plan, side: str, kv_memory: int, asked: Sequence[Asked], log: Path) -> Turn:
     """The servers have the options and the cores that those of Isthmus's side have, but for KV events."""
     config = Config.model_validate(config_of(plan, "nixl/round_robin", kv_memory))
     with contextlib.ExitStack() as stack:
@@ -230,14 +235,18 @@ def _by_proxy(plan: Plan, side: str, kv_memory: int, asked: Sequence[Asked], log
             return found
 
         with ThreadPoolExecutor() as pool:  # they take long to start, and do so at once under Isthmus
-            servers = list(pool.map(start, range(PREFILLS + 1)))
+            servers = list(pool.map(start, range(plan.prefills + 1)))
         port = stack.enter_context(reserved_port())
-        command, file = _proxy(plan, servers, port), log.with_suffix(".log")
-        proxy = started("the proxy", command, file, partial(_is_up, port), start_s=START_S)
+        command, path = _proxy(plan, servers, port), "healthcheck"
+        if side == ROUTE:
+            command, path = _route(plan, servers, port), "health"
+        proxy = started(
+            f"the {side}", command, log.with_suffix(".log"), partial(_is_up, port, path), start_s=START_S
+        )
         url, _ = stack.enter_context(proxy)
-        before = [_metrics(each) for each in servers[:PREFILLS]]
+        before = [_metrics(each) for each in servers[: plan.prefills]]
         answers = asyncio.run(_ask_all(plan, url, asked))
-        after = [_metrics(each) for each in servers[:PREFILLS]]
+        after = [_metrics(each) for each in servers[: plan.prefills]]
 
     def counted(name: str) -> float:
         return sum(serve.total(text, name) for text in after) - sum(serve.total(text, name) for text in before)
@@ -268,15 +277,23 @@ def _proxy(plan: Plan, servers: Sequence[Running], port: int) -> list[str]:
     ports = [each.url.rpartition(":")[2] for each in servers]
     return [
         plan.vllm_python, str(plan.proxy), "--host", "127.0.0.1", "--port", str(port),
-        "--prefiller-hosts", *["127.0.0.1"] * PREFILLS, "--prefiller-ports", *ports[:PREFILLS],
-        "--decoder-hosts", "127.0.0.1", "--decoder-ports", *ports[PREFILLS:],
+        "--prefiller-hosts", *["127.0.0.1"] * plan.prefills, "--prefiller-ports", *ports[: plan.prefills],
+        "--decoder-hosts", "127.0.0.1", "--decoder-ports", *ports[plan.prefills :],
     ]  # fmt: skip
 
 
-def _is_up(port: int) -> str | None:
+def _route(plan: Plan, servers: Sequence[Running], port: int) -> list[str]:
+    urls = [each.url for each in servers]
+    return [
+        sys.executable, "-m", "isthmus", "route", "--port", str(port),
+        "--prefill", *urls[: plan.prefills], "--decode", *urls[plan.prefills :],
+    ]  # fmt: skip
+
+
+def _is_up(port: int, path: str) -> str | None:
     url = f"http://127.0.0.1:{port}"
     with contextlib.suppress(httpx.HTTPError):
-        if httpx.get(f"{url}/healthcheck", trust_env=False).status_code == 200:
+        if httpx.get(f"{url}/{path}", trust_env=False).status_code == 200:
             return url
     return None
 

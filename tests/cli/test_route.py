@@ -10,36 +10,46 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
-from openai import OpenAI
+from openai import BadRequestError, OpenAI
 
 from isthmus.live.cluster.private import kept
 from tests.cli.conftest import Command
 from tests.live.servers.plain_fake import WORDS, FakeServer
+from tests.live.servers.split_fake import FakeHalf, Kept
 from tests.served import LIMIT_S, START_S, command
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def servers() -> Iterator[list[FakeServer]]:
-    """Two servers in a thread of their own."""
-    loop, found = asyncio.new_event_loop(), [FakeServer(), FakeServer()]
+@contextlib.contextmanager
+def running(servers: Sequence[FakeServer]) -> Iterator[None]:
+    """Servers in a thread of their own."""
+    loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
-    for server in found:
+    for server in servers:
         asyncio.run_coroutine_threadsafe(server.start(), loop).result(LIMIT_S)
-    yield found
-    for server in found:
-        asyncio.run_coroutine_threadsafe(server.stop(), loop).result(LIMIT_S)
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    loop.close()
+    try:
+        yield
+    finally:
+        for server in servers:
+            asyncio.run_coroutine_threadsafe(server.stop(), loop).result(LIMIT_S)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+@pytest.fixture
+def servers() -> Iterator[list[FakeServer]]:
+    found = [FakeServer(), FakeServer()]
+    with running(found):
+        yield found
 
 
 @contextlib.contextmanager
@@ -229,9 +239,32 @@ def test_serve_takes_a_file_of_servers_and_tells_mixtures(
     assert code == 2 and "servers: they run already" in err and err.count("\n") == 1
 
 
+def test_prefill_and_decode_apart(isthmus: Command, tmp_path: Path) -> None:
+    halves, flight = Kept(), tmp_path / "flight.jsonl"
+    prefill, decode = FakeHalf(halves), FakeHalf(halves)
+    with running([prefill, decode]):
+        options = ("--threshold", "40", "--record", flight)
+        with routing(tmp_path, "--prefill", prefill.url, "--decode", decode.url, *options) as (url, _, _):
+            with OpenAI(base_url=f"{url}/v1", api_key="of-client") as client:
+                for prompt in ("short", "Tell me an old story of the sea. " * 8):
+                    answer = client.completions.create(model="m", prompt=prompt, max_tokens=9)
+                    assert answer.model_dump()["prompt"] == prompt
+                with pytest.raises(BadRequestError, match="kv_transfer_params is not for clients"):
+                    client.completions.create(model="m", prompt="x", extra_body={"kv_transfer_params": {}})
+            assert len(prefill.legs) == len(decode.legs) == 1 and halves.used == ["kept-0"]
+            code, out, _ = isthmus("status", "--url", url)
+            assert code == 0 and "prefill" in out and "decode" in out
+    code, out, _ = isthmus("replay", str(flight))
+    assert code == 0 and out.endswith("events, identical decisions\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
+        (("--prefill", "http://a:1", "http://b:1", "--port", "0"), "--prefill needs --decode"),
+        (("--decode", "http://a:1"), "--decode needs --prefill"),
+        (("http://a:1", "--threshold", "5"), "--threshold is for servers apart"),
+        (("--prefill", "http://a:1", "http://b:1", "--decode", "b:1"), "http://b:1 is given twice"),
         (("ftp://host",), "'ftp://host' is no server: write http://HOST:PORT"),
         (("http://host/path",), "'http://host/path' is no server"),
         (("http://127.0.0.1:9", "--policy", "nearest"), "policy: no policy"),

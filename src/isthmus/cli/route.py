@@ -12,17 +12,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from typer.core import TyperGroup
 
+from isthmus.cli.listed import RouteCommand
 from isthmus.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from typer._click import Command, Context
 
     from isthmus.config import Config
+    from isthmus.core.types import Role
     from isthmus.live.servers.router import Router
 
 log = logging.getLogger(__name__)
@@ -50,13 +52,28 @@ class _Verbs(TyperGroup):
 app = typer.Typer(cls=_Verbs, add_completion=False, rich_markup_mode=None)
 
 
-@app.command(START)
+@app.command(START, cls=RouteCommand)
 def route(
     urls: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="URL...",
             help="Servers: http://HOST:PORT, dns+http://NAME:PORT or k8s://NAMESPACE/LABEL=VALUE:PORT.",
+        ),
+    ] = None,
+    prefill: Annotated[
+        list[str] | None,
+        typer.Option(metavar="URL...", help="Servers with a KV connector that compute prompts alone."),
+    ] = None,
+    decode: Annotated[
+        list[str] | None, typer.Option(metavar="URL...", help="Servers that go on with the KV of those.")
+    ] = None,
+    threshold: Annotated[
+        int | None,
+        typer.Option(
+            help="Prompts with at most so many uncached tokens stay at --decode servers; without, each goes where "
+            "it costs least.",
+            min=0,
         ),
     ] = None,
     config: Annotated[
@@ -110,7 +127,50 @@ def route(
         "record": str(record) if record else None,
     }
     with starting():
-        run_router(config, overrides, api_key or [], urls or [], server_key, tokenizer=tokenizer, state=state)
+        servers = Servers.of(urls or [], prefill or [], decode or [])
+        servers.check(threshold)
+        run_router(
+            config, overrides, api_key or [], servers, server_key, threshold, tokenizer=tokenizer, state=state
+        )
+
+
+class Servers(NamedTuple):
+    """Entries of servers by what those do."""
+
+    mixed: tuple[str, ...] = ()
+    prefill: tuple[str, ...] = ()
+    decode: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, *given: Sequence[str]) -> Servers:
+        """Raises ConfigError for what is no entry."""
+        from isthmus.config import server_entry
+
+        try:
+            return cls(*[tuple(dict.fromkeys(map(server_entry, each))) for each in given])
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+
+    @property
+    def entries(self) -> tuple[str, ...]:
+        return self.mixed + self.prefill + self.decode
+
+    @property
+    def roles(self) -> dict[str, Role]:
+        from isthmus.core.types import DECODE, PREFILL
+
+        return dict.fromkeys(self.prefill, PREFILL) | dict.fromkeys(self.decode, DECODE)
+
+    def check(self, threshold: int | None) -> None:
+        """Raises ConfigError where no KV could be handed over, or a server is named twice."""
+        for one, other in (("prefill", "decode"), ("decode", "prefill")):
+            if getattr(self, one) and not getattr(self, other):
+                raise ConfigError(f"--{one} needs --{other}: a prompt's KV goes from one to the other")
+        if threshold is not None and not self.prefill:
+            raise ConfigError("--threshold is for servers apart: give --prefill and --decode")
+        twice = next((url for url in self.entries if self.entries.count(url) > 1), None)
+        if twice is not None:
+            raise ConfigError(f"{twice} is given twice: a server computes prompts, decodes, or does both")
 
 
 _To = Annotated[str, typer.Option(help="The router.")]
@@ -187,27 +247,25 @@ def run_router(
     path: Path | None,
     overrides: dict[str, Any],
     keys: Sequence[str],
-    urls: Sequence[str] = (),
+    servers: Servers = Servers(),  # noqa: B008 (a value)
     server_key: str | None = None,
+    threshold: int | None = None,
     *,
     tokenizer: str | None = None,
     state: Path | None = None,
 ) -> None:
-    """Serves until a signal. `path`: the file; `overrides`: what flags say; `keys`: of clients; `urls`: servers beside
-    those of the file; `tokenizer`: of the served model; `state`: file of what is known of caches. Raises ConfigError,
-    StartError."""
+    """Serves until a signal. `path`: the file; `overrides`: what flags say; `keys`: of clients; `servers`: beside those
+    of the file; `threshold`: as `split.divided` takes it; `tokenizer`: of the served model; `state`: file of what is
+    known of caches. Raises ConfigError, StartError."""
     import asyncio
 
     import uvloop
 
-    from isthmus.config import cluster_token, load_config, server_entry, server_key_of, with_keys
+    from isthmus.config import cluster_token, load_config, server_key_of, with_keys
 
     overrides = overrides | {"token": cluster_token()}
     of_file = load_config(path, overrides).servers
-    try:
-        given = [*map(server_entry, urls)]
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    given = servers.entries
     entries = list(dict.fromkeys([*given, *of_file]))
     if not entries:
         where = f"{path}: servers: is missing" if path else "no servers are given"
@@ -215,11 +273,17 @@ def run_router(
     config = with_keys(load_config(path, overrides | {"servers": entries}), keys)
     file = None if path is None else _File(path, overrides, of_file, given)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_route(config, file, server_key_of(server_key), tokenizer, state))
+        runner.run(_route(config, file, server_key_of(server_key), servers.roles, threshold, tokenizer, state))
 
 
 async def _route(
-    config: Config, file: _File | None, server_key: str | None, tokenizer: str | None, state: Path | None
+    config: Config,
+    file: _File | None,
+    server_key: str | None,
+    roles: dict[str, Role],
+    threshold: int | None,
+    tokenizer: str | None,
+    state: Path | None,
 ) -> None:
     """Serves until a signal."""
     import asyncio
@@ -235,10 +299,11 @@ async def _route(
     from isthmus.live.gateway.server import Certificate, bind, serve_http
     from isthmus.live.messenger import address_of
     from isthmus.live.servers.router import Router
+    from isthmus.live.servers.split import divided
     from isthmus.live.servers.state_file import StateFile
 
     began = time.monotonic()
-    rules = rules_of(config)
+    rules = divided(rules_of(config), threshold) if roles else rules_of(config)
     https = config.https
     certificate = Certificate(https.certificate, str(https.key)) if https.certificate is not None else None
 
@@ -248,11 +313,12 @@ async def _route(
         header = RecordingHeader(RECORDING_FORMAT, rules)
         return LiveRecorder(path.with_suffix(f".{number}{path.suffix}") if number else path, header)
 
-    limits = http_limits(config, len(config.servers))  # each client's connection has one to a server
+    limits = http_limits(config, len(config.servers))
+    num_each = 3 if roles else 2  # a client's connection, and one to a server of each leg
     token = _operators_token(config)
     settings = replace(
         common_settings(config),
-        http=replace(limits, connections=max(1, limits.connections // 2)),
+        http=replace(limits, connections=max(1, limits.connections // num_each)),
         operator=hashlib.sha256(token.encode()).digest() if token else None,
     )
     prompt_tokens = PromptTokens(find_tokenizer(tokenizer), settings) if tokenizer else None
@@ -263,6 +329,7 @@ async def _route(
         rules,
         config.servers,
         rejoin_s=config.limits.rejoin_s,
+        roles=roles,
         key=server_key,
         new_recorder=new_recorder if config.record else None,
         alias_of=partial(opaque, secret=secrets.token_hex()),

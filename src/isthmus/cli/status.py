@@ -40,6 +40,7 @@ def _servers(status: RouterStatus, url: str) -> Sheet:
         (Column("server", left=True), "server"),
         (Column("state", left=True), _server_state),
         (Column("kind, told", left=True), lambda server: f"{server.kind} {server.version}".strip() or None),
+        (Column("role", left=True), "role"),
         (Column("models", left=True), lambda server: ", ".join(server.models) or None),
         (Column("longest, told"), lambda server: server.longest or None),
         (Column("KV tokens, told"), lambda server: server.kv_tokens or None),

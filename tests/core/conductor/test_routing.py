@@ -4,6 +4,7 @@ from collections import Counter
 from random import Random
 
 import pytest
+from msgspec.structs import replace
 
 from isthmus.core.blocks import state_names
 from isthmus.core.conductor import FetchOrder, Hold, LinkRule, LinkState, Refuse, Route, Rules
@@ -13,6 +14,7 @@ from isthmus.core.types import NodeId, RequestId, Role
 
 from .cluster import BLOCK_SIZE, CURVE, MS, Cluster
 from .test_conductor import play
+from .views import arrival
 
 P, D, M = Role.PREFILL, Role.DECODE, Role.MIXED
 GBPS = 10**9 // 8
@@ -47,6 +49,16 @@ def down(*pairs: tuple[str, str]) -> list[LinkState]:
 
 def up() -> list[LinkState]:
     return [LinkState("far", "near", up=True), LinkState("near", "far", up=True)]
+
+
+def test_what_cannot_be_handed_over_is_computed_where_it_is_decoded() -> None:
+    some = two(near="pdm")
+    for name in ("one", "other"):
+        (route,) = some.on(replace(arrival(500, request=name), whole=True))
+        assert isinstance(route, Route) and (route.prefill, route.decode) == ("near-m1", "near-m1")
+    some.drain()
+    (refusal,) = two().conductor.on(replace(arrival(500), whole=True), 0)
+    assert isinstance(refusal, Refuse) and refusal.code == "unavailable"
 
 
 # The paper's rule.

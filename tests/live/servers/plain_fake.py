@@ -57,6 +57,12 @@ class FakeServer:
     async def stop(self) -> None:
         """Dies: every connection breaks off, and new ones are refused."""
         assert self._server is not None
+        for listening in self._server.sockets:
+            asyncio.get_running_loop().remove_reader(listening.fileno())
+        for _ in range(
+            5
+        ):  # what asyncio has accepted it would leave open for ever, if nobody listened any more
+            await asyncio.sleep(0)
         self._server.close()
         talking, self._talking = self._talking, {}
         for task, writer in talking.items():
@@ -108,28 +114,28 @@ class FakeServer:
         match target:
             case "/v1/models":
                 listed = [{"id": name, "own": 1, **self.entries.get(name, {})} for name in self.models]
-                return _whole(writer, json.dumps({"object": "list", "data": listed}).encode())
+                return answer_whole(writer, json.dumps({"object": "list", "data": listed}).encode())
             case "/kv_event_sources":
-                return _whole(writer, json.dumps(self.sources).encode())
+                return answer_whole(writer, json.dumps(self.sources).encode())
             case "/metrics":
-                return _whole(writer, self.metrics.encode())
+                return answer_whole(writer, self.metrics.encode())
             case "/tokenize":
                 kind = "messages" if "messages" in json.loads(body) else "prompt"
-                return _whole(writer, json.dumps({"tokens": self.tokens.get(kind, ())}).encode())
+                return answer_whole(writer, json.dumps({"tokens": self.tokens.get(kind, ())}).encode())
             case "/health":
-                return _whole(writer, b"")
+                return answer_whole(writer, b"")
         self.asked.append((method, target, headers, body))
         if self.fault == "mute":
             await asyncio.Event().wait()
         if self.fault == "error":
             await self.gate.wait()
-            return _whole(writer, b'{"error": {"message": "%s is ill"}}' % self.url.encode(), "500 Error")
+            return answer_whole(writer, b'{"error": {"message": "%s is ill"}}' % self.url.encode(), "500 Error")
         if b"wrong" in body:
-            return _whole(writer, b'{"error": {"message": "no such field"}}', "422 Unprocessable")
+            return answer_whole(writer, b'{"error": {"message": "no such field"}}', "422 Unprocessable")
         asked = json.loads(body) if body else {}
         if not asked.get("stream"):
             await self.gate.wait()
-            return _whole(writer, json.dumps({"vendor": 1, **asked}).encode(), more="X-Vendor: kept\r\n")
+            return answer_whole(writer, json.dumps({"vendor": 1, **asked}).encode(), more="X-Vendor: kept\r\n")
         return await self._say(writer, target, asked)
 
     async def _say(self, writer: asyncio.StreamWriter, target: str, asked: dict[str, Any]) -> None:
@@ -148,7 +154,7 @@ class FakeServer:
         return None
 
 
-def _whole(writer: asyncio.StreamWriter, body: bytes, status: str = "200 OK", *, more: str = "") -> None:
+def answer_whole(writer: asyncio.StreamWriter, body: bytes, status: str = "200 OK", *, more: str = "") -> None:
     head = f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\n{more}Content-Length: {len(body)}\r\n\r\n"
     writer.write(head.encode() + body)
 

@@ -284,6 +284,8 @@ class Conductor:
 
     def _waits_for_room(self, event: RequestArrived) -> bool:
         """Whether the nodes of some cluster together have memory for the request, if nothing else were there."""
+        if event.whole:
+            return False
         nodes = [node for node in self.view.nodes.values() if not node.draining]
         members = [[node for node in nodes if node.cluster is each] for each in self.view.clusters.values()]
         length = event.num_tokens + event.max_tokens

@@ -167,7 +167,8 @@ class PromptContent(msgspec.Struct, frozen=True):
 
 class RequestArrived(msgspec.Struct, frozen=True, tag=True):
     """A request of `num_tokens` prompt tokens whose full blocks have `names`. `ttft_ms`, `tbt_ms`: its own limits, None
-    takes the deployment's. A higher `priority` is refused last. `weight`: of its tenant's share, 0 without one."""
+    takes the deployment's. A higher `priority` is refused last. `weight`: of its tenant's share, 0 without one;
+    `whole`: its KV cannot be handed over, so that a mixed node must compute it."""
 
     request: RequestId
     tenant: str
@@ -179,6 +180,7 @@ class RequestArrived(msgspec.Struct, frozen=True, tag=True):
     tbt_ms: int | None = None
     content: PromptContent | None = None
     weight: float = 0.0
+    whole: bool = False
 
 
 class FirstToken(msgspec.Struct, frozen=True, tag=True):

@@ -130,7 +130,7 @@ class Router:
     def _place_across(self, request: RequestArrived, cluster: Cluster, now: int) -> Placement | None:
         """Places a request that is too long for any single node, with a part of its blocks on other nodes of a
         cluster."""
-        if request.num_tokens + request.max_tokens > longest(self._view.members(cluster)):
+        if request.whole or request.num_tokens + request.max_tokens > longest(self._view.members(cluster)):
             return None
         placement = self._place_beside(request, cluster, (), now)
         found = None if placement is None else spread(self._view, request, placement.prefill, placement.decode)
@@ -203,9 +203,9 @@ class Router:
         nodes = _that_fit(cluster.prefills if cluster is home else cluster.senders, request)
         if not nodes:
             return math.inf
-        waits = [max(0, node.free_ns - now) for node in nodes]
+        waits = [node.wait_ns(now) for node in nodes]
         node, cached = nodes[waits.index(min(waits))], caches.by_cluster[cluster]
-        work = node.cost.prefill_ns(request.num_tokens - cached, cached) * cluster.calibration.ratio
+        work = node.cost.prefill_ns(request.num_tokens - cached, cached) * node.ratio
         price = cluster.recent.backlog_price(waits, now)
         if node.role is MIXED:
             price += node.num_delayed
@@ -238,6 +238,8 @@ class Router:
                 return None
         if length > cluster.smallest_prefill or (cluster.has_prefill and not decodes):
             nodes = [node for node in _that_fit(nodes, request) if decodes or node.role is MIXED]
+        if request.whole:
+            nodes = [node for node in nodes if node.role is MIXED]
         if not nodes:
             return None
         estimator = Estimator(self._view, request, nodes, now, foreign, matched)

@@ -76,7 +76,7 @@ class Slowness:
         for node in self._view.nodes.values():
             if node.speed is None:
                 continue
-            is_shunned = not node.decodes and node.ratio >= SLOWER * self._least_ratio(node)
+            is_shunned = not (node.decodes or node.prefills) and node.ratio >= SLOWER * self._least_ratio(node)
             if node.is_aside or is_shunned:
                 found.append(node)
         return found

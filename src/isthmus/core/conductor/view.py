@@ -363,6 +363,8 @@ class View:
         self.block_size = 1
         self.state_blocks = 0
         self.num_routed = 0
+        # Of clusters whose nodes report no cost: one that was not tried yet is taken to be as quick as the others.
+        self._unknown = Calibration()
         self._slots: list[NodeView | None] = []
         self._kinds: list[object] = []
 
@@ -379,6 +381,8 @@ class View:
             self._kinds.append(kind)
         if joined.cluster not in self.clusters:
             self.clusters[joined.cluster] = Cluster(joined.cluster)
+            if joined.cost is None:
+                self.clusters[joined.cluster].calibration = self._unknown
             self.alone = self.clusters[joined.cluster] if len(self.clusters) == 1 else None
         cluster = self.clusters[joined.cluster]
         node = NodeView(joined, slot, self._kinds.index(kind), compile_cost(facts), cluster)

@@ -259,11 +259,11 @@ def _share(part: float, whole: float) -> float | None:
 
 class ServerStatus(msgspec.Struct, frozen=True):
     """One server behind `isthmus route`. `models`, `kind`, `version`, `longest` (tokens of a request) and `kv_tokens`:
-    what it says of itself, empty or 0 if it does not; `draining`: it gets no new requests, and is removed when those
-    that it has have ended; `cache_blocks`, `cache_capacity_blocks`: that it has or is believed to have, now and at
-    most; `cache_from`: what the latter is known from: `told` by the server, `guessed`, or `learnt` from its answers;
-    `expected_tokens_total`: that were expected to be cached; `prompt_tokens_total`, `cache_told_tokens_total` (of
-    answers that say how many were cached), `cached_tokens_total`: as its answers say."""
+    what it says of itself, empty or 0 if it does not; `role`: by the option that names it; `draining`: it gets no new
+    requests, and is removed when those that it has have ended; `cache_blocks`, `cache_capacity_blocks`: that it has or
+    is believed to have, now and at most; `cache_from`: what the latter is known from: `told` by the server, `guessed`,
+    or `learnt` from its answers; `expected_tokens_total`: that were expected to be cached; `prompt_tokens_total`,
+    `cache_told_tokens_total` (of answers that say how many were cached), `cached_tokens_total`: as its answers say."""
 
     server: str
     up: bool
@@ -285,6 +285,7 @@ class ServerStatus(msgspec.Struct, frozen=True):
     longest: int = 0
     kv_tokens: int = 0
     cache_from: str = ""
+    role: str = "mixed"
 
 
 class RouterStatus(msgspec.Struct, frozen=True):

@@ -22,8 +22,9 @@ import aiohttp
 from isthmus.core import conductor
 from isthmus.core.errors import UnavailableError, UnknownModelError
 from isthmus.core.node.plain_server import Answers, Reports
-from isthmus.core.types import MIXED, NodeId, PassedRequest, RequestId
+from isthmus.core.types import MIXED, NodeId, PassedRequest, RequestId, Role
 from isthmus.live.cluster.recorder import Recorder
+from isthmus.live.servers import split
 from isthmus.live.servers.cached import Cached
 from isthmus.live.servers.naming import Naming
 from isthmus.live.servers.plain import PlainClient, is_ours, life_of, new_session, refuses, said
@@ -47,10 +48,12 @@ class Server:
     """One server: what it says of itself, what it does, and what is known of its cache.
 
     `pool`: None while it is not used; `home`: its last one; `is_draining`: it is not wanted any more; `reason`: why it
-    was not taken in."""
+    was not taken in. `role`: PREFILL or DECODE for one that computes prompts, or takes their KV; `transfer`: how those
+    hand KV over."""
 
-    def __init__(self, node: NodeId, client: PlainClient) -> None:
-        self.node, self.client = node, client
+    def __init__(self, node: NodeId, client: PlainClient, role: Role = MIXED) -> None:
+        self.node, self.client, self.role = node, client, role
+        self.transfer: split.Transfer | None = None
         self.description: Description | None = None
         self.cache: Cached | None = None  # None until it has said what it is
         self.pool: Pool | None = None
@@ -105,6 +108,11 @@ class Pool:
     def __init__(self, models: tuple[str, ...], longest: int, naming: Naming, desk: conductor.Desk) -> None:
         self.models, self.longest, self.naming, self.desk = models, longest, naming, desk
         self.answers = Answers()
+        self.handover = split.HandoverTime()
+
+    def has(self, role: Role) -> bool:
+        """Whether a node of a role is there."""
+        return any(node.role is role for node in self.desk.conductor.view.nodes.values())
 
 
 class Fleet:
@@ -112,7 +120,8 @@ class Fleet:
 
     `key`: an API key that the servers ask for; `new_recorder`: makes the recorder of the pool of a number, None where
     nothing is recorded; `samples`: what the servers make of prompts, by the tokenizer from which requests have their
-    tokens, None where they have none; `state`: where what is believed of caches stays, None for nowhere.
+    tokens, None where they have none; `state`: where what is believed of caches stays, None for nowhere; `role_of`: the
+    role of the server at a URL, where `rules` are `split.divided`.
     """
 
     def __init__(
@@ -126,8 +135,9 @@ class Fleet:
         samples: Samples | None = None,
         state: StateFile | None = None,
         timeout_s: float | None = None,
+        role_of: Callable[[str], Role] = lambda url: MIXED,
     ) -> None:
-        self._samples, self._state = samples, state
+        self._samples, self._state, self._role_of = samples, state, role_of
         self.servers: dict[NodeId, Server] = {}
         self._wanted: dict[NodeId, None] = {}
         self._pools: dict[tuple[tuple[str, ...], int], Pool] = {}
@@ -173,6 +183,7 @@ class Fleet:
             elif server.is_draining and server.pool is not None:
                 server.is_draining = False
                 self._decide(server.pool, conductor.NodeStays(node))
+                self._measure(server)
         self._settle()
 
     def _settle(self) -> None:
@@ -185,7 +196,9 @@ class Fleet:
 
     def _add(self, node: NodeId) -> None:
         assert self._sessions is not None, "outside `run`"
-        server = self.servers[node] = Server(node, PlainClient(node, self._key, *self._sessions))
+        server = self.servers[node] = Server(
+            node, PlainClient(node, self._key, *self._sessions), self._role_of(node)
+        )
         server.watching = asyncio.get_running_loop().create_task(self._watch(server))
         self._watching.add(server.watching)
         server.watching.add_done_callback(self._watching.discard)
@@ -246,6 +259,7 @@ class Fleet:
                 "version": told.version,
                 "longest": told.longest,
                 "kv_tokens": told.kv_tokens,
+                "role": str(server.role),
                 "cache_from": "" if server.cache is None else server.cache.capacity_from,
             }
             counts = {name.removeprefix("server_"): round(value) for name, value in server.gauges().items()}
@@ -273,6 +287,7 @@ class Fleet:
             " ".join(filter(None, [told.kind, told.version])),
             f"requests of up to {told.longest:,} tokens" if told.longest else "",
             f"{told.kv_tokens:,} tokens of KV memory" if told.kv_tokens else guessed,
+            f"{server.role} ({type(server.transfer).__name__})" if server.transfer is not None else "",
         ]
         return f"{url}: {', '.join([*told.names, *filter(None, facts)])}"
 
@@ -314,8 +329,9 @@ class Fleet:
         return sorted(pools, key=keys.__getitem__)
 
     def suspect(self, server: Server, error: BaseException) -> None:
-        """Leaves a server at once that refuses connections; another failure may be of the request alone."""
-        if refuses(error):
+        """Leaves a server at once that refuses connections, or keeps no KV; another failure may be of the request
+        alone."""
+        if refuses(error) or isinstance(error, split.NotKeptError):
             self._leave(server, said(error))
 
     def _leave(self, server: Server, reason: str) -> None:
@@ -366,16 +382,24 @@ class Fleet:
         for report in reports:
             self._decide(pool, report)
 
+    def _measure(self, server: Server) -> None:
+        if server.role is not MIXED and server.pool is not None:
+            self._decide(server.pool, server.pool.handover.measured())
+
     async def _look(self, server: Server) -> str:
         """Asks a server what it is, and takes it in. Returns why not, "" if so."""
         try:
             description = await server.client.describe()
+            if server.role is not MIXED:
+                server.transfer = await split.transfer_of(server.client, server.role, description.kind)
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             return f"{server.node}: {said(error)}"
         kept = self._kept_of(server)
         server.description = description
         server.hear()
-        key = tuple(sorted(description.names)), description.longest
+        # Servers that hand KV over are of one pool, whatever each takes.
+        longest = 0 if self._rules.links else description.longest
+        key = tuple(sorted(description.names)), longest
         knows_tokens = await self._knows_tokens(server, description)
         if key not in self._pools:
             self._pools[key] = self._new_pool(*key, description, knows_tokens=knows_tokens)
@@ -384,10 +408,11 @@ class Fleet:
         self._decide(
             pool,
             conductor.NodeJoined(
-                server.node, MIXED, UNLIMITED_TOKENS, pool.naming.block_tokens,
-                cache_blocks=server.cache.capacity_blocks,
+                server.node, split.role_of(server.role, server.transfer), UNLIMITED_TOKENS, pool.naming.block_tokens,
+                cache_blocks=server.cache.capacity_blocks, cluster=split.CLUSTERS[server.role], lends=False,
             ),
         )  # fmt: skip
+        self._measure(server)
         if kept is not None:
             server.cache.restore(kept)
         if knows_tokens:

@@ -74,6 +74,11 @@ def refuses(error: BaseException) -> bool:
     return isinstance(error, aiohttp.ClientConnectorError) and not is_ours(error)
 
 
+def unheard(error: BaseException) -> bool:
+    """Whether a request failed before there was a connection, so that no server has heard of it."""
+    return isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
+
+
 _OURS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EADDRNOTAVAIL)
 
 
@@ -141,11 +146,15 @@ class PlainClient:
     ) -> None:
         self.url, self._key, self._session, self._fresh = url.rstrip("/"), key, session, fresh
 
+    def beside(self, url: str) -> PlainClient:
+        """Returns a client of another server, without a key."""
+        return PlainClient(url, None, self._session, self._fresh)
+
     async def describe(self) -> Description:
         """Asks the server what it is. Raises UnreadyError while it says that it is not ready, ValueError if it does not
         speak OpenAI's protocol, aiohttp.ClientError, OSError or TimeoutError."""
         await self.alive(HEALTH, ASK_S)
-        told = read_models(await self._get(MODELS))
+        told = read_models(await self.get(MODELS))
         names = PAGES[told.kind]
         pages = await asyncio.gather(*map(self._page, names))
         return read_pages(told, dict(zip(names, pages, strict=True)), URL(self.url).host or "")
@@ -173,12 +182,13 @@ class PlainClient:
             if response.status == UNREADY:
                 raise UnreadyError(f"it says that it is not ready (HTTP {UNREADY} of {path})")
 
-    async def send(self, passed: PassedRequest) -> Response:
+    async def send(self, passed: PassedRequest, *, once: bool = False) -> Response:
         """Sends a request on, and returns its answer when the first bytes of the body are here; once more over a fresh
-        connection where a kept one was stale. Raises aiohttp.ClientError, OSError or TimeoutError."""
+        connection where a kept one was stale. `once`: it may not come twice, and goes over a fresh one. Raises
+        aiohttp.ClientError, OSError or TimeoutError."""
         reuse, begin_s = SimpleNamespace(is_reused=False), time.monotonic()
         try:
-            response = await self._request(self._session, passed, reuse)
+            response = await self._request(self._fresh if once else self._session, passed, reuse)
         except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
             is_stale = reuse.is_reused and time.monotonic() - begin_s < STALE_S
             if not is_stale or isinstance(error, aiohttp.ClientConnectorError):
@@ -218,11 +228,12 @@ class PlainClient:
     async def _page(self, path: str) -> bytes:
         """Returns a page that a server may not have, b"" where it has none."""
         try:
-            return await self._get(path)
+            return await self.get(path)
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
             return b""
 
-    async def _get(self, path: str) -> bytes:
+    async def get(self, path: str) -> bytes:
+        """Returns a short answer. Raises aiohttp.ClientError, OSError, TimeoutError, or ValueError for a long one."""
         timeout = aiohttp.ClientTimeout(total=ASK_S)
         async with self._session.get(self.url + path, headers=self._own(), timeout=timeout) as response:
             response.raise_for_status()

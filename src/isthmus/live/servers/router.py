@@ -1,4 +1,5 @@
-"""Plain servers behind one conductor: each is a node that computes whole requests and is spoken to by HTTP alone.
+"""Plain servers behind one conductor: each is a node that is spoken to by HTTP alone, and computes whole requests, or
+prompts whose KV another server takes (`split`).
 
 Carries out the conductor's routes: sends requests on, tells it of first bytes, ends and failures, and what a server's
 cache is believed to hold (`core.node.plain_server`). A request that has sent nothing goes elsewhere when its server
@@ -12,7 +13,8 @@ import contextlib
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import aiohttp
@@ -22,14 +24,15 @@ from isthmus.config import server_entry
 from isthmus.core import conductor
 from isthmus.core.attempts import RequestFailed
 from isthmus.core.errors import IsthmusError, RequestError, StartError, TimedOutError, UnavailableError
-from isthmus.core.types import NS_PER_S, PassedRequest, RequestId, sharing
+from isthmus.core.types import DECODE, MIXED, NS_PER_S, PassedRequest, RequestId, Role, sharing
 from isthmus.live.cluster.recorder import Recorder
 from isthmus.live.cluster.streams import refusal
+from isthmus.live.servers import split
 from isthmus.live.servers.continuing import BrokenOffError, DiffersError, answer_to
 from isthmus.live.servers.fleet import Fleet, Pool, Samples, Server
 from isthmus.live.servers.gaps import Gaps
 from isthmus.live.servers.members import Members
-from isthmus.live.servers.plain import Response, said
+from isthmus.live.servers.plain import ASK_S, Response, said, unheard
 from isthmus.live.servers.probing import Probing
 from isthmus.live.servers.state_file import StateFile
 
@@ -51,9 +54,18 @@ _GENERATED = ("completion_tokens", "output_tokens", "eval_count", "tokens_predic
 """OpenAI's words for the length of an answer, in both of its APIs, Ollama's and llama.cpp's."""
 
 
+def _usage(text: bytes) -> dict[str, int]:
+    return {name.decode(): int(value) for name, value in _USAGE.findall(text)}
+
+
 class _Open:
     """A request that has not ended. `route`: of the attempt to make or under way; `sending`: until its first bytes;
-    `believed`: leading blocks that its server was believed to have."""
+    `believed`: leading blocks that its server was believed to have.
+
+    With prefill servers, `fields`: of its body, None if it has none to read; `leg`: what its decode server gets, and
+    whether that has KV to take (`is_handed_over`); `beside`: the prefill leg while both are under way; `kept`: the
+    dictionary of KV that a prefill server keeps for it and no decode server has heard of yet.
+    """
 
     def __init__(self, passed: PassedRequest, pool: Pool) -> None:
         self.passed, self.pool = passed, pool
@@ -64,6 +76,10 @@ class _Open:
         self.sending: asyncio.Task[Response] | None = None
         self.response: Response | None = None
         self.believed = 0
+        self.fields: split.Fields | None = None
+        self.leg, self.is_handed_over = passed, False
+        self.beside: asyncio.Task[None] | None = None
+        self.kept = b""
         self._changed = asyncio.Event()
 
     def change(self) -> None:
@@ -85,6 +101,8 @@ class _Open:
             self.sending.cancel()
         if self.response is not None:
             self.response.abort()
+        if self.beside is not None:
+            self.beside.cancel()
 
 
 class Attempt(msgspec.Struct, frozen=True):
@@ -102,7 +120,8 @@ class Router:
     requests wait for a server that comes back; `key`: an API key that the servers ask for; `new_recorder`: makes the
     recorder of the pool of a number, None where nothing is recorded; `alias_of`: the name of a tenant for the
     conductor; `timeout_s`: the longest time to the first bytes of an answer, and between its bytes, None without one;
-    `samples`, `state`: as of the `Fleet`.
+    `samples`, `state`: as of the `Fleet`; `roles`: PREFILL of entries that only compute prompts, DECODE of those that
+    take their KV, with `rules` that are `split.divided`.
     """
 
     def __init__(
@@ -111,6 +130,7 @@ class Router:
         entries: Sequence[str],
         *,
         rejoin_s: float,
+        roles: Mapping[str, Role] = MappingProxyType({}),
         key: str | None = None,
         new_recorder: Callable[[int], Recorder] | None = None,
         alias_of: Callable[[str], str] = str,
@@ -122,8 +142,10 @@ class Router:
         self._alias_of, self._timeout_s, self._clock_ns = alias_of, timeout_s, clock_ns
         self._fleet = Fleet(
             rules, rejoin_s=rejoin_s, key=key, new_recorder=new_recorder, decide=self._decide, timeout_s=timeout_s,
-            samples=samples, state=state,
+            samples=samples, state=state, role_of=self._role_of,
         )  # fmt: skip
+        self._roles = roles
+        self._beside: set[asyncio.Task[None]] = set()  # prefill legs and releases
         self._members = Members(entries, self._fleet.want)
         self._open: dict[RequestId, _Open] = {}
 
@@ -148,6 +170,9 @@ class Router:
                 await asyncio.gather(watching, return_exceptions=True)
                 for each in list(self._open.values()):
                     each.end_attempt()
+                for task in self._beside:
+                    task.cancel()
+                await asyncio.gather(*self._beside, return_exceptions=True)
 
     @property
     def healthy(self) -> bool:
@@ -217,15 +242,18 @@ class Router:
     async def _forward(self, passed: PassedRequest, pool: Pool) -> PassedBack:
         """Passes a request on, to as many servers of a pool one after another as the conductor's rules allow."""
         request = _Open(passed, pool)
+        if self._roles:
+            request.fields = split.read(passed)
         tenant = sharing(passed.tenant, passed.weight)
         self._open[passed.request] = request
         self._take_answer(request)
         self._decide(
             pool,
             conductor.RequestArrived(
-                passed.request, tenant.name, request.named.num_tokens, passed.max_tokens or UNSAID_TOKENS,
+                passed.request, tenant.name, request.named.num_tokens, self._num_expected(request),
                 request.named.names,
                 passed.priority, passed.ttft_ms, passed.tbt_ms, weight=passed.weight,
+                whole=self._is_whole(request),
             ),
         )  # fmt: skip
         return PassedBack(self, request, await self._answered(request))
@@ -258,10 +286,11 @@ class Router:
     async def _answered(self, request: _Open, attempt: int = 0) -> Attempt:
         """Returns the first attempt after that number whose answer has begun; of those that another server may know
         better, the last one."""
-        pool, passed = request.pool, request.passed
+        pool, passed, goes_on = request.pool, request.passed, attempt > 0
         last: Attempt | None = None
         try:
             while True:
+                self._release(request)
                 try:
                     route = await request.next_route(attempt)
                 except UnavailableError:
@@ -271,10 +300,22 @@ class Router:
                 attempt = route.attempt
                 if pool.desk.under_way(passed.request, attempt) is None:
                     continue  # its server has left since
-                server = self._fleet.servers[route.prefill]
-                response = await self._send(request, server, route)
+                server = self._fleet.servers[route.decode]
+                asked = passed if request.answer is None else request.answer.request_to(server.kind)
+                if asked is None:
+                    self._failed(request, server, route, f"{server.node} is of another kind")
+                    continue
+                request.leg, request.is_handed_over = asked, False
+                has_legs = route.prefill != route.decode and not goes_on
+                if has_legs and not await self._prefill(request, route):
+                    continue
+                request.is_handed_over = request.leg is not asked
+                sent_ns = self._clock_ns()
+                response = await self._send(request, server, route, request.leg, once=request.is_handed_over)
                 if response is None:
                     continue
+                if request.is_handed_over and passed.is_streamed and response.status == 200:
+                    self._learn(pool, self._clock_ns() - sent_ns)
                 if request.route is not route or request.error is not None:
                     response.abort()  # withdrawn as its first bytes came
                     server.running.discard(passed.request)
@@ -294,27 +335,27 @@ class Router:
                 return Attempt(server, route, response)
         except BaseException:
             self._decide(pool, conductor.RequestCancelled(passed.request))
+            self._release(request)
             if last is not None:
                 last.response.abort()
             raise
 
-    async def _send(self, request: _Open, server: Server, route: conductor.Route) -> Response | None:
-        """Returns the answer with its first bytes; None if there is none and the conductor has been told."""
-        passed: PassedRequest | None = request.passed
-        if request.answer is not None:
-            passed = request.answer.request_to(server.kind)
-        if passed is None:
-            self._failed(request, server, route, f"{server.node} is of another kind")
-            return None
+    async def _send(
+        self, request: _Open, server: Server, route: conductor.Route, passed: PassedRequest, *, once: bool
+    ) -> Response | None:
+        """Returns the answer with its first bytes; None if there is none and the conductor has been told. `once`: as of
+        `PlainClient.send`."""
         server.running.add(passed.request)
         server.counts["requests"] += 1
         cache = server.cache
         request.believed = 0 if cache is None else cache.match(request.named)
-        request.sending = asyncio.ensure_future(server.client.send(passed))
-        presumed = None if passed.is_streamed else self._presume(request, server, route)
+        request.sending = asyncio.ensure_future(server.client.send(passed, once=once))
+        has_legs = route.prefill != route.decode
+        presumed = None if passed.is_streamed or has_legs else self._presume(request, server, route)
         try:
             response = await request.sending
         except asyncio.CancelledError:
+            request.kept = b""  # the server may have heard of it: then it says itself that it is not wanted
             server.running.discard(passed.request)
             current = asyncio.current_task()
             if (
@@ -327,6 +368,8 @@ class Router:
                 raise
             return None  # withdrawn: another attempt follows, or the end
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            if not unheard(error):
+                request.kept = b""
             self._failed(request, server, route, f"{server.node}: {said(error)}")
             self._fleet.suspect(server, error)
             return None
@@ -335,8 +378,116 @@ class Router:
             if presumed is not None:
                 presumed.cancel()
         server.hear()
-        request.response = response
+        request.response, request.kept = response, b""
         return response
+
+    # Prefill and decode apart.
+
+    def _role_of(self, url: str) -> Role:
+        """The role of a server by the entry that stands for it."""
+        entries = (entry for entry in self._roles if url == entry or url in self._members.urls(entry))
+        return next((self._roles[entry] for entry in entries), MIXED)
+
+    def _is_whole(self, request: _Open) -> bool:
+        """Whether one server has to compute a request, of those that can."""
+        if not self._roles or (request.fields is not None and request.fields.divides):
+            return False
+        return request.pool.has(MIXED)
+
+    def _num_expected(self, request: _Open) -> int:
+        """Tokens of the answer. One token is left to a prefill server alone, but not to SGLang's, which answers
+        nobody."""
+        num_tokens = request.passed.max_tokens or UNSAID_TOKENS
+        return max(2, num_tokens) if self._roles and request.pool.has(DECODE) else num_tokens
+
+    async def _prefill(self, request: _Open, route: conductor.Route) -> bool:
+        """Has a prompt computed by the prefill server of a route, and makes the request for the decode server. Returns
+        whether the attempt goes on; if not, the conductor has been told."""
+        server, passed, fields = self._fleet.servers[route.prefill], request.passed, request.fields
+        transfer = server.transfer
+        assert transfer is not None
+        rooms = isinstance(transfer, split.Sglang)
+        if fields is None or not (fields.generates if rooms else fields.divides):
+            return True  # the decode server does all, or judges
+        if isinstance(transfer, split.Sglang):
+            request.leg = transfer.in_room(request.leg)
+            request.beside = self._start(self._compute_beside(request, server, route))
+            return True
+        asked = transfer.asked()
+        leg = split.prefill_leg(passed, fields, asked)
+        response = await self._send(request, server, route, leg, once=True)
+        if response is None:
+            return False
+        try:
+            answer = await split.read_answer(response)
+            if response.status in RETRIED:
+                raise ValueError(f"answered HTTP {response.status}")
+            computed = split.computed(answer, asked) if response.status == 200 else None
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+            self._failed(request, server, route, f"{server.node}: {said(error)}")
+            self._fleet.suspect(server, error)
+            return False
+        finally:
+            response.abort()
+            server.running.discard(passed.request)
+        request.response, request.kept = None, b"" if computed is None else computed.params
+        if request.route is not route or request.error is not None:
+            return False
+        self._begun(request, server, route, is_computed=computed is not None)
+        if request.error is not None:
+            raise request.error
+        if computed is not None:  # else the request is wrong, and the decode server says so
+            self._count(request, server, _usage(computed.usage))
+            request.leg = split.decode_leg(request.leg, computed.params)
+        if not passed.is_streamed:
+            self._handed_over(request, route)
+        return True
+
+    async def _compute_beside(self, request: _Open, server: Server, route: conductor.Route) -> None:
+        """The prefill leg while the decode server waits for its KV."""
+        name = request.passed.request
+        server.running.add(name)
+        server.counts["requests"] += 1
+        response = None
+        try:
+            response = await server.client.send(request.leg, once=True)
+            server.hear()
+            if response.status in RETRIED:
+                raise ValueError(f"answered HTTP {response.status}")
+            if response.status == 200:
+                self._begun(request, server, route, is_computed=True)
+            await split.read_answer(response)
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+            self._failed(request, server, route, f"{server.node}: {said(error)}")
+            self._fleet.suspect(server, error)
+        finally:
+            server.running.discard(name)
+            if response is not None:
+                response.abort()
+
+    def _handed_over(self, request: _Open, route: conductor.Route) -> None:
+        self._decide(request.pool, conductor.PrefillFinished(request.passed.request, route.attempt))
+
+    def _learn(self, pool: Pool, handover_ns: int) -> None:
+        measured = pool.handover.add(handover_ns, self._clock_ns())
+        if measured is not None:
+            self._decide(pool, measured)
+
+    def _release(self, request: _Open) -> None:
+        """Has KV freed that a prefill server keeps for a request that will not be decoded with it. No decode server has
+        heard of it; one that had would have its own way, and may be reading."""
+        params, request.kept = request.kept, b""
+        if params:
+            servers = [each for each in self._fleet.servers.values() if each.role is DECODE]
+            here = [each for each in servers if each.pool is request.pool]
+            if here:  # else the prefill server keeps it until its lease ends
+                self._start(_release_by(here[0], params))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._beside.add(task)
+        task.add_done_callback(self._beside.discard)
+        return task
 
     # Decisions.
 
@@ -394,11 +545,15 @@ class Router:
 
     def _begun(self, request: _Open, server: Server, route: conductor.Route, *, is_computed: bool) -> None:
         """Takes the first bytes of an answer: its prompt is computed, and cached, unless they are an error's."""
-        first = conductor.FirstToken(request.passed.request, route.attempt, teaches=is_computed)
+        first = conductor.FirstToken(
+            request.passed.request, route.attempt, teaches=is_computed and server.node == route.prefill
+        )
         self._decide(request.pool, first)
         if is_computed and request.error is None and server.pool is request.pool and server.cache is not None:
             tenant = sharing(request.passed.tenant, request.passed.weight)
             server.cache.computed(request.named, tenant)
+        if server.node == route.decode != route.prefill:
+            self._handed_over(request, route)
 
     def _take_answer(self, request: _Open) -> None:
         """Believes a prompt that goes on from an answer to be cached as far as that goes, where it was generated."""
@@ -417,11 +572,26 @@ class Router:
     ) -> tuple[int, int]:
         """Takes the end of an answer, whose last bytes are `tail`. Returns the tokens of prompt and answer, as it says
         them, else by their bytes and events."""
-        usage = {name.decode(): int(value) for name, value in _USAGE.findall(tail)}
+        usage = _usage(tail)
         num_prompt = usage.get("prompt_tokens") or usage.get("input_tokens", 0)
         num_generated = next((usage[name] for name in _GENERATED if usage.get(name)), num_events)
-        server.counts["prompt_tokens"] += num_prompt
+        if not request.is_handed_over:  # else its prompt was computed elsewhere
+            self._count(request, server, usage)
         server.hear()
+        server.running.discard(request.passed.request)
+        block_tokens = request.pool.naming.block_tokens
+        behind = (request.named.num_tokens % block_tokens + num_generated) // block_tokens
+        request.pool.answers.ended(server.node, request.named.names, behind)
+        tbt_ns = gaps.tbt_ns(num_generated) if request.passed.is_streamed else 0
+        self._decide(
+            request.pool, conductor.RequestEnded(request.passed.request, max(1, num_generated), tbt_ns)
+        )
+        return num_prompt or request.named.num_tokens, num_generated
+
+    def _count(self, request: _Open, server: Server, usage: dict[str, int]) -> None:
+        """Counts a prompt that a server has computed, and corrects what is known of its cache."""
+        num_prompt = usage.get("prompt_tokens") or usage.get("input_tokens", 0)
+        server.counts["prompt_tokens"] += num_prompt
         if num_prompt and "cached_tokens" in usage:
             server.counts["cache_told_tokens"] += num_prompt
             server.counts["cached_tokens"] += usage["cached_tokens"]
@@ -432,15 +602,6 @@ class Router:
             believed = request.believed * block_tokens / request.named.num_tokens
             if server.cache is not None:
                 server.cache.corrected(request.named, believed, usage["cached_tokens"] / num_prompt, num_prompt)
-        server.running.discard(request.passed.request)
-        block_tokens = request.pool.naming.block_tokens
-        behind = (request.named.num_tokens % block_tokens + num_generated) // block_tokens
-        request.pool.answers.ended(server.node, request.named.names, behind)
-        tbt_ns = gaps.tbt_ns(num_generated) if request.passed.is_streamed else 0
-        self._decide(
-            request.pool, conductor.RequestEnded(request.passed.request, max(1, num_generated), tbt_ns)
-        )
-        return num_prompt or request.named.num_tokens, num_generated
 
     def broken(self, request: _Open, server: Server, error: BaseException | None) -> None:
         """Takes the end of an answer that is not whole: its server failed, or (None) its client left."""
@@ -519,6 +680,12 @@ class PassedBack:
             else:
                 self.num_tokens = self.num_tokens[0], num_events
                 router.broken(request, self._attempt.server, None)
+
+
+async def _release_by(server: Server, params: bytes) -> None:
+    with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
+        async with asyncio.timeout(ASK_S):
+            (await server.client.send(split.release(params), once=True)).abort()
 
 
 BREAKS = (aiohttp.ClientError, OSError, TimeoutError)

@@ -21,7 +21,7 @@ from isthmus.lab.sim.workloads.workload import PLAIN_BLOCK_SIZE
 from tests.live.engine.hybrids import save_tiny
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-FILES = sorted(path for path in EXAMPLES.rglob("*.yaml") if path.parent.name != "kubernetes")
+FILES = sorted(path for path in EXAMPLES.rglob("*.yaml") if path.parent.name not in ("kubernetes", "route"))
 assert FILES
 HORIZON = ("max_steps", "max_chunks")
 """How far a scheduler plans ahead, which changes no result: a simulated one does so without limit."""

@@ -90,8 +90,11 @@ def test_a_prompt_is_computed_here_and_answered_there() -> None:
             assert (kept.used, kept.wrong, kept.held) == (["kept-0"], [], {})
             whole = await ask(router, asked("other " + LONG, stream=False))
             assert json.loads(whole)["vendor"] == 1 and len(one.legs) == 2
+            assert (await ask(router, asked("a third " + LONG, temperature=0))).startswith(WHOLE)
+            assert other.legs[-1]["return_token_ids"], "another server might have to go on"
+            assert "return_token_ids" not in one.legs[-1] and kept.used[-1] == "kept-2"
             roles = {each["server"]: (each["role"], each["requests_total"]) for each in router.status()}
-            assert roles == {one.url: ("prefill", 2), other.url: ("decode", 2)}
+            assert roles == {one.url: ("prefill", 3), other.url: ("decode", 3)}
             assert all("(Nixl)" in line for line in router.lines())
 
     run(test)

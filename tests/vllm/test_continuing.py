@@ -192,12 +192,15 @@ def test_a_killed_server_costs_time_and_no_token(servers: list[VllmServer], tmp_
         while (found := re.search(r"routes (\S+) to", router.log.read_text())) is None:
             assert time.monotonic() < until and router.process.poll() is None, router.log.read_text()
             time.sleep(0.05)
-        requests = [asked(number, ignore_eos=True) for number in range(8)]
+        requests = [asked(number, ignore_eos=True, max_tokens=400) for number in range(8)]
         expected = [ask(servers[0].url, path, body) for path, body in requests]
-        begun = threading.Event()
+        begun = [threading.Event() for _ in requests]
         with ThreadPoolExecutor(8) as pool:
-            answers = [pool.submit(ask, found[1], path, body, begun) for path, body in requests]
-            assert begun.wait(START_S)
+            answers = [
+                pool.submit(ask, found[1], path, body, event)
+                for (path, body), event in zip(requests, begun, strict=True)
+            ]
+            assert all(event.wait(START_S) for event in begun)
             busy = max(statuses(found[1]), key=lambda each: each["requests_running"])
             next(server for server in servers if server.url == busy["server"]).kill()
             assert [answer.result() for answer in answers] == expected

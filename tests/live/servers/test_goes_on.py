@@ -113,9 +113,12 @@ def test_killed_servers_cost_time_and_no_token(tmp_path: Path) -> None:
         asked = bodies(httpx.get(f"{url}/v1/models").json()["data"][0]["id"])
         expected = [ask(next(iter(servers)), path, body) for path, body in asked]
         for number in range(KILLS):
-            begun = threading.Event()
-            answers = [pool.submit(ask, url, path, body, begun) for path, body in asked]
-            assert begun.wait(START_S)
+            begun = [threading.Event() for _ in asked]
+            answers = [
+                pool.submit(ask, url, path, body, event)
+                for (path, body), event in zip(asked, begun, strict=True)
+            ]
+            assert all(event.wait(START_S) for event in begun)
             busy = max(statuses(url), key=lambda each: each["requests_running"])
             victim = servers[busy["server"]]
             victim.kill()

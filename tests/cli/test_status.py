@@ -148,7 +148,7 @@ def test_products_are_a_row_for_all_nodes_that_chose_alike() -> None:
 
 
 def test_servers_of_a_router() -> None:
-    one = ServerStatus("http://a:1", True, *[0] * 8, models=("m",))
+    one = ServerStatus("http://a:1", True, *[0] * 9, models=("m",))
     servers = (
         one,
         msgspec.structs.replace(one, server="http://b:1", draining=True),

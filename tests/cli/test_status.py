@@ -153,11 +153,12 @@ def test_servers_of_a_router() -> None:
         one,
         msgspec.structs.replace(one, server="http://b:1", draining=True),
         msgspec.structs.replace(one, server="http://c:1", up=False),
+        msgspec.structs.replace(one, server="http://d:1", slow=True),
     )
     (shown,) = [sheet.markdown() for sheet in status_sheets(RouterStatus(servers), "http://here")]
-    assert "Router at http://here: 1 of 3 servers" in shown
+    assert "Router at http://here: 2 of 4 servers" in shown
     states = re.findall(r"^\| http://(\w):1 +\| (\w+)", shown, re.M)
-    assert states == [("a", "up"), ("b", "draining"), ("c", "DOWN")]
+    assert states == [("a", "up"), ("b", "draining"), ("c", "DOWN"), ("d", "slow")]
 
 
 def test_what_an_operator_should_see() -> None:

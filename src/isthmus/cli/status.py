@@ -47,6 +47,7 @@ def _servers(status: RouterStatus, url: str) -> Sheet:
         (Column("running"), "requests_running"),
         (Column("requests"), "requests_total"),
         (Column("failures"), "failures_total"),
+        (Column("continued"), "continued_total"),
         (
             Column("cached %, told", form=".1f"),
             lambda server: _percent(
@@ -64,7 +65,9 @@ def _servers(status: RouterStatus, url: str) -> Sheet:
 
 
 def _server_state(server: ServerStatus) -> str:
-    return "draining" if server.draining else "up" if server.up else "DOWN"
+    if server.draining:
+        return "draining"
+    return "DOWN" if not server.up else "slow" if server.slow else "up"
 
 
 def _headline(status: Status, url: str) -> str:

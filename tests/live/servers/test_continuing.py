@@ -381,3 +381,32 @@ def test_whatever_a_model_says_joins(kind: str, said: bytes, batch: int, stops: 
     assert answer.error is None
     expected = alone(server, passed)
     assert text_of(events(got)) == text_of(events(expected))
+
+
+@pytest.mark.parametrize("second", [900, 1500])
+def test_an_answer_that_breaks_off_before_its_first_text_begins_anew(second: int) -> None:
+    """The first event has a part of a character: a token, and no text."""
+
+    async def test() -> None:
+        said, cuts = "😀😀 of the sea and the ships on it", list[int | None]()
+        one, other = (TokenServer("isthmus", cuts, said=said) for _ in range(2))
+        async with routed(one, other) as router:
+            passed = asked(COMPLETIONS)
+            told = b"".join(one.stream(COMPLETIONS, json.loads(passed.body) | {"return_token_ids": True}))
+            cuts[:] = [told.index(b"\n\n") + 2, second]
+            check_same(await through(router, passed), alone(one, passed))
+            assert not cuts
+
+    run(test)
+
+
+@pytest.mark.parametrize("kind", ["vllm", "llamacpp"])
+def test_tokens_are_counted_where_no_usage_is_told(kind: str) -> None:
+    async def test() -> None:
+        async with routed(TokenServer(kind, [])) as router:
+            answer = await router.forward(asked(COMPLETIONS, stream_options="absent"))
+            found = await read(answer)
+            assert b'"usage"' not in found
+            assert answer.num_tokens[1] == found.count(b"data: ") - 1 > 10
+
+    run(test)

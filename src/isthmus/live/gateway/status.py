@@ -260,10 +260,12 @@ def _share(part: float, whole: float) -> float | None:
 class ServerStatus(msgspec.Struct, frozen=True):
     """One server behind `isthmus route`. `models`, `kind`, `version`, `longest` (tokens of a request) and `kv_tokens`:
     what it says of itself, empty or 0 if it does not; `role`: by the option that names it; `draining`: it gets no new
-    requests, and is removed when those that it has have ended; `cache_blocks`, `cache_capacity_blocks`: that it has or
-    is believed to have, now and at most; `cache_from`: what the latter is known from: `told` by the server, `guessed`,
-    or `learnt` from its answers; `expected_tokens_total`: that were expected to be cached; `prompt_tokens_total`,
-    `cache_told_tokens_total` (of answers that say how many were cached), `cached_tokens_total`: as its answers say."""
+    requests, and is removed when those that it has have ended; `slow`: it gets none until it is as quick as it was;
+    `continued_total`: answers that broke off there and went on elsewhere; `cache_blocks`, `cache_capacity_blocks`: that
+    it has or is believed to have, now and at most; `cache_from`: what the latter is known from: `told` by the server,
+    `guessed`, or `learnt` from its answers; `expected_tokens_total`: that were expected to be cached;
+    `prompt_tokens_total`, `cache_told_tokens_total` (of answers that say how many were cached), `cached_tokens_total`:
+    as its answers say."""
 
     server: str
     up: bool
@@ -279,6 +281,7 @@ class ServerStatus(msgspec.Struct, frozen=True):
     expected_tokens_total: int = 0
     cache_told_tokens_total: int = 0
     draining: bool = False
+    slow: bool = False
     models: tuple[str, ...] = ()
     kind: str = ""
     version: str = ""

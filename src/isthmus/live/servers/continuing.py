@@ -102,6 +102,10 @@ class Answer:
 
     def __init__(self, passed: PassedRequest, asked: Asked, path: str, opening: int) -> None:
         self._passed, self._asked, self._path, self._opening = passed, asked, path, opening
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begins anew, with nothing sent."""
         self.is_over = False
         """The end of the stream was sent."""
         self.error: BrokenOffError | DiffersError | None = None
@@ -148,6 +152,7 @@ class Answer:
         """Begins an attempt: returns what to send to a server of that kind; None if it cannot go on."""
         self._catch_up()
         if not self._last:
+            self._forget()  # tokens without a text may have come
             self._kind = kind
             self._begin(kind, None)
             return self._whole() if kind in TELLING else self._passed

@@ -81,6 +81,12 @@ class Server:
             self.cache.close()
 
     @property
+    def is_slow(self) -> bool:
+        """Whether it gets no requests since it is far slower than it was."""
+        node = None if self.pool is None else self.pool.desk.conductor.view.nodes.get(self.node)
+        return node is not None and node.is_aside
+
+    @property
     def takes_requests(self) -> bool:
         return self.pool is not None and not self.is_draining
 
@@ -263,7 +269,7 @@ class Fleet:
                 "cache_from": "" if server.cache is None else server.cache.capacity_from,
             }
             counts = {name.removeprefix("server_"): round(value) for name, value in server.gauges().items()}
-            state = {"up": server.pool is not None, "draining": server.is_draining}
+            state = {"up": server.pool is not None, "draining": server.is_draining, "slow": server.is_slow}
             found.append({"server": str(server.node), **counts, **state, **known})
         return found
 

@@ -20,6 +20,7 @@ from isthmus.core.conductor.view import NodeView
 from isthmus.core.types import NS_PER_S
 from isthmus.live.servers.fleet import PROBE_S, Decide, Pool, Server
 from isthmus.live.servers.plain import said
+from isthmus.live.servers.split import Sglang
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +66,10 @@ class Probing:
                     )
         for node in slowness.to_probe():
             server = self._server_of(node)
-            if server not in self._probed and server.description is not None:
+            answers = server.description is not None and not isinstance(
+                server.transfer, Sglang
+            )  # without a room
+            if server not in self._probed and answers and not server.is_draining:
                 self._probed.add(server)
                 probes.create_task(self._probe(pool, server, slowness.expected_ns(node, PROBE_TOKENS)))
 

@@ -148,6 +148,7 @@ class Router:
         self._beside: set[asyncio.Task[None]] = set()  # prefill legs and releases
         self._members = Members(entries, self._fleet.want)
         self._open: dict[RequestId, _Open] = {}
+        self._is_closing = False
 
     @contextlib.asynccontextmanager
     async def run(self) -> AsyncGenerator[None]:
@@ -166,6 +167,7 @@ class Router:
             try:
                 yield
             finally:
+                self._is_closing = True
                 watching.cancel()
                 await asyncio.gather(watching, return_exceptions=True)
                 for each in list(self._open.values()):
@@ -259,11 +261,12 @@ class Router:
         return PassedBack(self, request, await self._answered(request))
 
     async def go_on(self, request: _Open, broke: Attempt, error: BaseException) -> Attempt | None:
-        """Continues elsewhere an answer that broke off amid an attempt. Returns None if it cannot be continued."""
+        """Continues elsewhere an answer that broke off amid an attempt. Returns None if it cannot be continued. Raises
+        TimeoutError if nobody does so in the time allowed."""
         server = broke.server
         broke.response.abort()
         is_late = isinstance(error, TimeoutError)  # the client has waited as long as it may
-        if is_late or request.answer is None or not request.answer.can_go_on:
+        if self._is_closing or is_late or request.answer is None or not request.answer.can_go_on:
             self.broken(request, server, error)
             return None
         if request.route is broke.route and request.error is None:
@@ -272,7 +275,7 @@ class Router:
         try:
             async with asyncio.timeout(self._timeout_s):
                 found = await self._answered(request, broke.route.attempt)
-        except (IsthmusError, TimeoutError) as failed:
+        except IsthmusError as failed:
             log.warning("an answer of %s is not continued: %s", server.node, said(failed))
             return None
         if found.response.status == 200 and found.response.takes_events:
@@ -303,7 +306,8 @@ class Router:
                 server = self._fleet.servers[route.decode]
                 asked = passed if request.answer is None else request.answer.request_to(server.kind)
                 if asked is None:
-                    self._failed(request, server, route, f"{server.node} is of another kind")
+                    reason = f"{server.node} is of another kind"
+                    self._decide(pool, RequestFailed(passed.request, attempt, reason))  # no failure of its own
                     continue
                 request.leg, request.is_handed_over = asked, False
                 has_legs = route.prefill != route.decode and not goes_on
@@ -574,7 +578,10 @@ class Router:
         them, else by their bytes and events."""
         usage = _usage(tail)
         num_prompt = usage.get("prompt_tokens") or usage.get("input_tokens", 0)
-        num_generated = next((usage[name] for name in _GENERATED if usage.get(name)), num_events)
+        num_generated = next(
+            (usage[name] for name in _GENERATED if usage.get(name)),
+            num_events - tail.rstrip().endswith(b"data: [DONE]"),
+        )
         if not request.is_handed_over:  # else its prompt was computed elsewhere
             self._count(request, server, usage)
         server.hear()
@@ -640,7 +647,7 @@ class PassedBack:
         """Yields the body as it comes. One that breaks off goes on elsewhere if it can; else it ends with an error
         event where it is a stream of events, or as an answer cut short."""
         router, request, answer = self._router, self._request, self._request.answer
-        tail, num_events, whole, gaps = b"", 0, False, Gaps()
+        tail, num_events, whole, gaps = b"\n", 0, False, Gaps()
         attempt: Attempt | None = self._attempt
         has_timed_out = False
         try:
@@ -652,8 +659,8 @@ class PassedBack:
                         gaps.take(attempt.server.heard_s)
                         if answer is not None:
                             chunk = answer.take(chunk)
+                        num_events += (tail[-5:] + chunk).count(b"\ndata:")  # in no part of the tail alone
                         tail = (tail + chunk)[-TAIL_BYTES:]
-                        num_events += chunk.count(b"\ndata:")
                         if chunk:
                             yield chunk
                         if answer is not None and answer.error is not None:
@@ -663,7 +670,10 @@ class PassedBack:
                     whole = True
                 except (*BREAKS, BrokenOffError) as broke:
                     has_timed_out = isinstance(broke, TimeoutError)
-                    attempt = await router.go_on(request, attempt, broke)
+                    try:
+                        attempt = await router.go_on(request, attempt, broke)
+                    except TimeoutError:
+                        attempt, has_timed_out = None, True
                 except DiffersError as differs:
                     log.warning("%s does not continue an answer: %s", attempt.server.node, differs)
                     attempt = None

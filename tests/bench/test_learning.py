@@ -8,13 +8,23 @@ import pytest
 
 from isthmus.bench.guess import PARTS, Answer, guessed
 from isthmus.bench.learning import learn, predicted, recorded, searched
-from isthmus.core.conductor import NodeJoined, Rules
+from isthmus.core.conductor import (
+    Action,
+    Event,
+    FirstToken,
+    NodeJoined,
+    RequestArrived,
+    RequestEnded,
+    RequestFailed,
+    Route,
+    Rules,
+)
 from isthmus.core.conductor.events import RECORDING_FORMAT
 from isthmus.core.cost import Curve
 from isthmus.core.errors import ConfigError
-from isthmus.core.types import NodeId, Role
+from isthmus.core.types import NS_PER_MS, NodeId, RequestId, Role
 from isthmus.live.cluster.recorder import Recorder, RecordingHeader
-from tests.bench.recordings import TRUTH, record
+from tests.bench.recordings import NODES, RULES, TRUTH, record
 
 
 def test_another_load_is_predicted_with_what_was_learnt(tmp_path: Path) -> None:
@@ -69,6 +79,43 @@ def test_what_teaches_nothing_is_told(tmp_path: Path) -> None:
         recorded(file)
     with pytest.raises(ConfigError, match=r"ours\.jsonl:3: no line of a recording"):
         recorded(_with(file, b"{}\n"))
+
+
+def test_a_continued_answer_counts_until_it_broke_off_and_is_not_measured(tmp_path: Path) -> None:
+    """A first token that was presumed is none, and an attempt that gave none is as if it had not been."""
+    file, name = tmp_path / "broke.jsonl", RequestId("a")
+    recorder = Recorder(file, RecordingHeader(RECORDING_FORMAT, RULES))
+    for joined in NODES:
+        recorder.record(0, joined, ())
+    one, other = (joined.node for joined in NODES)
+    failed = [RequestFailed(name, attempt, "it broke off") for attempt in (1, 2)]
+    routes = [Route(name, number, node, node) for number, node in enumerate((one, other, one), start=1)]
+    lines: list[tuple[int, Event, tuple[Action, ...]]] = [
+        (100, RequestArrived(name, "", 50, 256, ()), (routes[0],)),
+        (120, FirstToken(name, 1, presumed=True), ()),
+        (150, failed[0], (routes[1],)),
+        (180, FirstToken(name, 2), ()),
+        (400, failed[1], (routes[2],)),
+        (470, FirstToken(name, 3), ()),
+        (900, RequestEnded(name, 30, 5 * NS_PER_MS), ()),
+    ]
+    for at_ms, event, actions in lines:
+        recorder.record(at_ms * NS_PER_MS, event, actions)
+    recorder.close()
+    (served,) = recorded(file).served
+    assert served.node == other and served.request.output_tokens == 30
+    assert (served.ttft_ns, served.decode_ns, served.tbt_ns) == (30 * NS_PER_MS, 220 * NS_PER_MS, 0)
+    assert recorded(file).measured == []
+
+
+def test_servers_that_each_do_a_part_are_not_learnt_from(tmp_path: Path) -> None:
+    file = tmp_path / "apart.jsonl"
+    recorder = Recorder(file, RecordingHeader(RECORDING_FORMAT, Rules()))
+    for role in (Role.PREFILL, Role.DECODE):
+        recorder.record(0, NodeJoined(NodeId(role.name), role, 100, 16, cluster=role.name), ())
+    recorder.close()
+    with pytest.raises(ConfigError, match="apart: a recording of servers with --prefill or --decode"):
+        learn(recorded(file))
 
 
 def _with(file: Path, line: bytes) -> Path:

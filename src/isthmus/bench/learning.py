@@ -63,7 +63,10 @@ class _Line(msgspec.Struct, frozen=True):
 
 class Served(msgspec.Struct, frozen=True):
     """A request that ended, as it was recorded. `node`: that answered; `num_computed`: prompt tokens believed not to be
-    cached; `tbt_ns`: 0 where nobody measured, and then `ttft_ns` is what the router presumed."""
+    cached; `tbt_ns`: 0 where nobody measured, and then `ttft_ns` is what the router presumed.
+
+    An answer that broke off and was continued elsewhere counts as the first server's, until it broke off, and as not
+    measured: its tokens came of several servers."""
 
     node: NodeId
     request: Request
@@ -74,7 +77,7 @@ class Served(msgspec.Struct, frozen=True):
 
 
 class Recorded(msgspec.Struct, frozen=True):
-    """A recording of plain servers. `servers`: as they joined first; `served`: in order of arrival."""
+    """A recording of servers. `servers`: as they joined first; `served`: in order of arrival."""
 
     name: str
     rules: Rules
@@ -99,13 +102,24 @@ def recorded(path: Path) -> Recorded:
             raise ConfigError(f"{path}:{number}: no line of a recording: {error}") from None
     if not reading.servers:
         raise ConfigError(f"{path}: no server joined in this recording")
-    if any(joined.cost is not None or joined.role is not Role.MIXED for joined in reading.servers.values()):
+    if any(joined.cost is not None for joined in reading.servers.values()):
         raise ConfigError(
             f"{path}: not of `isthmus route`: these nodes say themselves what work costs; give the --config "
             "that they were started with"
         )
     found = sorted(reading.served, key=lambda each: each.request.arrival_ns)
     return Recorded(path.stem, header.rules, reading.servers, tuple(found))
+
+
+class _Begun(msgspec.Struct):
+    """The latest attempt at a request, or the first that gave a token. `first_ns`: of its first token; `broke_ns`: when
+    another one went on, 0 if none did."""
+
+    routed_ns: int
+    route: Route
+    first_ns: int = 0
+    gave_tokens: bool = False
+    broke_ns: int = 0
 
 
 class _Reading:
@@ -117,8 +131,7 @@ class _Reading:
         self._numbers = count()
         self._ids: defaultdict[BlockName, int] = defaultdict(self._numbers.__next__)
         self._arrived: dict[RequestId, RequestArrived] = {}
-        self._routed: dict[RequestId, tuple[int, Route]] = {}
-        self._first: dict[RequestId, int] = {}
+        self._begun: dict[RequestId, _Begun] = {}
         self._start_ns = 0
 
     def take(self, line: _Line) -> None:
@@ -128,17 +141,27 @@ class _Reading:
             case RequestArrived() as arrived:
                 self._start_ns = self._start_ns or line.at_ns
                 self._arrived[arrived.request] = arrived
-            case FirstToken(request=request):
-                self._first[request] = line.at_ns
+            case FirstToken() as first:
+                begun = self._begun.get(first.request)
+                if begun is not None and first.attempt == begun.route.attempt:
+                    begun.first_ns, begun.gave_tokens = line.at_ns, not first.presumed
             case RequestEnded() as ended:
                 self._ended(ended, line.at_ns)
         for action in line.actions:
             if isinstance(action, Route):
-                self._routed[action.request] = (line.at_ns, action)
+                self._route(action, line.at_ns)
+
+    def _route(self, route: Route, now: int) -> None:
+        begun = self._begun.get(route.request)
+        if begun is None or not begun.gave_tokens:
+            self._begun[route.request] = _Begun(now, route)
+        elif not begun.broke_ns:
+            begun.broke_ns = now
 
     def _ended(self, ended: RequestEnded, now: int) -> None:
-        arrived, (routed_ns, route) = self._arrived.pop(ended.request), self._routed.pop(ended.request)
-        first_ns = self._first.pop(ended.request)
+        arrived, begun = self._arrived.pop(ended.request), self._begun.pop(ended.request)
+        route, routed_ns, first_ns = begun.route, begun.routed_ns, begun.first_ns
+        end_ns, tbt_ns = (begun.broke_ns, 0) if begun.broke_ns else (now, ended.tbt_ns)
         joined = self.servers[route.prefill]
         num_computed = max(1, arrived.num_tokens - route.num_cached * joined.block_size)
         blocks = [self._ids[name] for name in arrived.names]
@@ -152,7 +175,7 @@ class _Reading:
             arrived.tenant,
         )
         self.served.append(
-            Served(route.prefill, request, num_computed, first_ns - routed_ns, now - first_ns, ended.tbt_ns)
+            Served(route.prefill, request, num_computed, first_ns - routed_ns, end_ns - first_ns, tbt_ns)
         )
 
 
@@ -192,7 +215,11 @@ class Learnt(msgspec.Struct, frozen=True):
 
 def learn(found: Recorded) -> Learnt:
     """Searches the curve with which the simulated servers take the recorded times. Raises ConfigError for a recording
-    with too few streamed answers."""
+    with too few streamed answers, or of servers that each do a part of the work."""
+    if any(joined.role is not Role.MIXED for joined in found.servers.values()):
+        raise ConfigError(
+            f"{found.name}: a recording of servers with --prefill or --decode is not learnt from yet"
+        )
     served = found.served[:MAX_LEARNT]
     num_measured = sum(1 for each in served if each.tbt_ns)
     if num_measured < MIN_LEARNT:

@@ -12,6 +12,7 @@ from isthmus.core.conductor import (
     NodeProbed,
     RequestArrived,
     RequestEnded,
+    RequestFailed,
     Route,
     Rules,
     TimePassed,
@@ -201,3 +202,84 @@ def test_an_answer_of_which_nothing_comes_is_asked_for_elsewhere() -> None:
     fleet.tell(FirstToken(again.request, again.attempt, presumed=True))
     fleet.tell(FirstToken(again.request, again.attempt))
     assert fleet.passes(10 * NS_PER_S) == [], "it comes"
+
+
+def broken_off(fleet: Fleet) -> Route:
+    """The second attempt of an answer that broke off at its first server after some tokens."""
+    route = fleet.arrive(max_tokens=10_000)
+    fleet.now += TOOK_NS
+    fleet.tell(FirstToken(route.request, route.attempt))
+    fleet.now += NS_PER_S
+    _, again = fleet.tell(RequestFailed(route.request, route.attempt, "it broke off"))
+    assert isinstance(again, Route) and again.attempt == 2
+    return again
+
+
+def test_an_answer_that_goes_on_is_not_late() -> None:
+    """The tokens sent so far are computed with the prompt, and whoever waits behind it waits for these too."""
+    fleet = Fleet()
+    fleet.served(10)
+    again = broken_off(fleet)
+    behind = [fleet.arrive() for _ in range(4)]
+    for route in behind:
+        if route.prefill != again.prefill:
+            fleet.now += TOOK_NS
+            fleet.answer(route)
+    assert any(route.prefill == again.prefill for route in behind)
+    for _ in range(20):
+        assert not fleet.conductor.slowness.is_any_late(fleet.now)
+        assert fleet.passes(NS_PER_S) == []
+    assert not any(node.is_aside for node in fleet.conductor.view.nodes.values())
+
+
+def test_an_answer_that_goes_on_stays_behind_a_prompt_that_is_late() -> None:
+    fleet = Fleet()
+    fleet.served(10)
+    route = fleet.arrive(max_tokens=10_000)
+    fleet.now += TOOK_NS
+    fleet.tell(FirstToken(route.request, route.attempt))
+    ahead = [fleet.arrive(), fleet.arrive()]
+    _, again = fleet.tell(RequestFailed(route.request, route.attempt, "it broke off"))
+    assert isinstance(again, Route)
+    (late,) = [each for each in ahead if each.prefill == again.prefill]
+    (quick,) = [each for each in ahead if each.prefill != again.prefill]
+    fleet.now += TOOK_NS
+    fleet.answer(quick)
+    moved = [action.request for action in fleet.passes(NS_PER_S) if isinstance(action, Route)]
+    assert moved == [late.request]
+
+
+@pytest.mark.parametrize("num_generated", [1, 2000])
+def test_an_answer_that_goes_on_teaches_nothing(num_generated: int) -> None:
+    """Neither its prefill nor its end, whose tokens are those of both attempts."""
+    fleet = Fleet()
+    for _ in range(10):
+        route = fleet.arrive()
+        fleet.now += TOOK_NS
+        fleet.tell(FirstToken(route.request, route.attempt))
+        fleet.now += 9 * 5 * NS_PER_MS
+        fleet.tell(RequestEnded(route.request, 10))
+    again = broken_off(fleet)
+    nodes = fleet.conductor.view.nodes.values()
+    before = [(node.ratio, node.tokens.ratio) for node in nodes]
+    fleet.now += 5 * NS_PER_S
+    fleet.tell(FirstToken(again.request, again.attempt))
+    fleet.now += NS_PER_S
+    fleet.tell(RequestEnded(again.request, num_generated))
+    assert [(node.ratio, node.tokens.ratio) for node in nodes] == before
+
+
+def test_a_second_attempt_of_which_nothing_had_come_is_late_and_teaches() -> None:
+    """A first token that was presumed is none."""
+    fleet = Fleet(3)
+    fleet.served(12)
+    route = fleet.arrive()
+    fleet.now += TOOK_NS
+    fleet.tell(FirstToken(route.request, route.attempt, presumed=True))
+    _, again = fleet.tell(RequestFailed(route.request, route.attempt, "it broke off"))
+    assert isinstance(again, Route)
+    before = fleet.conductor.view.clusters[""].calibration.ratio
+    fleet.now += NS_PER_S
+    assert fleet.conductor.slowness.is_any_late(fleet.now)
+    fleet.tell(FirstToken(again.request, again.attempt))
+    assert fleet.conductor.view.clusters[""].calibration.ratio > before

@@ -219,6 +219,8 @@ class Conductor:
         return []
 
     def _first_token(self, request: RequestView, event: FirstToken, now: int) -> list[Action]:
+        if not event.presumed:
+            request.first_attempt = request.first_attempt or event.attempt
         if request.is_presumed:  # it comes
             request.is_presumed = False
             return []

@@ -3,7 +3,8 @@ taken back when a small prompt that is no request was computed in time.
 
 Only of nodes that tell no cost. A fleet that is slow everywhere since it has much to do keeps its requests: one moves
 only to a node that has nothing to compute, or gave a first token in time since the late one turned to what it computes;
-only where half the time is expected; and `MOST_MOVES` times at most.
+only where half the time is expected; and `MOST_MOVES` times at most. An answer that goes on from an earlier attempt
+stays: its tokens so far are computed too, in a time that nobody can expect.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ class Slowness:
             late_ns, since_ns = float(node.late_ns(now)), node.service_ns
             queue = iter(list(node.prefills.values()))
             first = next(queue, None)
-            if first is not None and is_late(late_ns, first.work_ns):
+            if first is not None and not first.goes_on and is_late(late_ns, first.work_ns):
                 yield from _may_move(Waiting(first, node, late_ns, since_ns, is_whole=False))
                 for request in queue:
                     late_ns += request.work_ns
@@ -124,7 +125,7 @@ class Slowness:
 
 
 def _may_move(waiting: Waiting) -> Iterator[Waiting]:
-    if waiting.request.moves < MOST_MOVES:
+    if waiting.request.moves < MOST_MOVES and not waiting.request.goes_on:
         yield waiting
 
 

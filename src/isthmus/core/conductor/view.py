@@ -287,6 +287,7 @@ class RequestView:
     state: RequestState = WAITING
     attempt: int = 0
     answering: int = 0  # the last attempt that gave a token, 0 before any
+    first_attempt: int = 0  # the attempt that gave the first token of its answer, none presumed; 0 before any
     work_ns: int = 0
     compute_ns: int = 0
     losses: int = 0  # attempts ended by the loss of a node or link
@@ -322,6 +323,12 @@ class RequestView:
     def is_silent(self) -> bool:
         """Whether the current attempt has given no token yet."""
         return self.answering != self.attempt
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether an earlier attempt gave tokens. The current one computes them with the prompt, and nobody says how
+        many they are: its prefill is neither late nor a measurement, and the end of its answer is none."""
+        return 0 < self.first_attempt < self.attempt
 
     @property
     def lent(self) -> tuple[HeldBlocks, ...]:
@@ -515,7 +522,7 @@ class View:
         node = request.prefill
         if request.state is not PREFILLING or node is None:
             return
-        if teaches and request.compute_ns:
+        if teaches and request.compute_ns and not request.goes_on:
             node.cluster.calibration.add(now - node.service_ns, request.compute_ns)
             if node.speed is not None:
                 took = now - node.service_ns
@@ -539,8 +546,11 @@ class View:
 
     def answered(self, request: RequestView, num_generated: int, now: int) -> None:
         """Learns the speed of a node that tells no cost from a whole answer: of one that was streamed the time between
-        tokens; of another what that leaves for the prefill, unless it is the smaller part."""
+        tokens; of another what that leaves for the prefill, unless it is the smaller part. Of one that goes on from an
+        earlier attempt nothing: the time is of its last part, the tokens are of all."""
         node = request.decode
+        if request.goes_on:
+            return
         if node is None or node.speed is None or request.state is not DECODING or num_generated < 1:
             return
         steps, tokens = (num_generated - 1) * node.guessed_step_ns, node.tokens

@@ -230,7 +230,7 @@ def _faulty_turn(plan: Plan, peer: str) -> Turn:
             def began(stack: contextlib.ExitStack) -> tuple[Client, float]:
                 url, _, ready_s = stack.enter_context(_router(plan, "faults", peer, urls))
                 time.sleep(SETTLE_S)
-                return Client(url, MODEL, dict(PEERS[peer].headers)), ready_s
+                return Client(url, MODEL, dict(PEERS[peer].headers), {"temperature": 0}), ready_s
 
             def again() -> Client:
                 first.close()

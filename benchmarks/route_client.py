@@ -104,6 +104,8 @@ class Client:
     url: str
     model: str
     headers: dict[str, str] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Fields that each request has as well."""
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
@@ -125,6 +127,7 @@ class Client:
     async def ask(self, messages: Sequence[Message], max_tokens: int, *, stream: bool = True) -> Reply:
         """One chat. An error, of the connection too, is in the reply."""
         fields: dict[str, Any] = {"model": self.model, "messages": messages, "max_tokens": max_tokens}
+        fields |= self.extra
         if stream:
             fields |= {"stream": True, "stream_options": {"include_usage": True}}
         body = msgspec.json.encode(fields)

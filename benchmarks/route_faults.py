@@ -10,6 +10,7 @@ import contextlib
 import random
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -51,7 +52,7 @@ class Faults(msgspec.Struct, frozen=True):
     wrong: int
     longest_s: float
     back_s: float | None
-    slow_ttft_ms: float
+    slow_ttft_ms: float | None
     left_s: float
     again_s: float | None
     repeats: int
@@ -193,7 +194,7 @@ async def faults(
         wrong=kills.wrong + back.wrong + slow.wrong,
         longest_s=max(reply.total_s for _, reply in kills.replies),
         back_s=back_s,
-        slow_ttft_ms=1e3 * sum(ttfts_s) / max(1, len(ttfts_s)),
+        slow_ttft_ms=1e3 * statistics.mean(ttfts_s) if ttfts_s else None,
         left_s=max([0.0, *late_s]),
         again_s=again_s,
         repeats=await _repeats(client, again),
